@@ -389,7 +389,7 @@ def out_of_memory(workbench: Workbench, count: int) -> Iterator[Result]:
             "" if (codes[rank], codes[1 - rank]) == (3, BROKEN) else f"exit codes {codes}: {workbench.last_words(run)}"
         )
         why = why or ("" if "Halve train_micro_batch_size_per_gpu" in words else "no suggestion")
-        why = why or ("" if trial.whole_steps(run) else "no checkpoint is whole")
+        why = why or ("" if trial.whole_steps(run) else "no checkpoint is intact")
         why = why or workbench.resumed(run, plan)
         yield Result("in the forward of one rank", not why, seconds, why)
 
@@ -417,7 +417,7 @@ def named_rightly(run: Path, rank: int | None, first: int) -> str:
     """Return what is wrong with the straggler reports: they must name the slow rank within 20
     steps, and no other rank."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    said = [event["message"] for event in events if "keeps the others waiting" in event.get("message", "")]
+    said = [event["message"] for event in events if "delays the others:" in event.get("message", "")]
     if rank is None:
         return f"a false alarm: {said[0]}" if said else ""
     if [words for words in said if words.startswith(f"rank {rank} ")] != said[:1] or not said:

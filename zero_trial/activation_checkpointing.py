@@ -220,7 +220,7 @@ class RngStatesTracker:
         if name in self._states or seed in self._seeds:
             what = f"the state {name!r}" if name in self._states else f"a state of seed {seed}"
             raise ConfigError(
-                "there is such a state of the random generator", where="get_cuda_rng_tracker().add", got=what
+                "this state of the random generator was already added", where="get_cuda_rng_tracker().add", got=what
             )
         self._seeds.add(seed)
         before = _rng_state()
@@ -233,10 +233,10 @@ class RngStatesTracker:
         """Draw random numbers from the state ``name``. Raises ConfigError if it was not added."""
         if name not in self._states:
             raise ConfigError(
-                "there is no such state of the random generator",
+                "this state of the random generator was never added",
                 where="get_cuda_rng_tracker().fork",
                 got=name,
-                expected=", ".join(self._states) or "one that add() has made",
+                expected=", ".join(self._states) or "a state added with add()",
                 fix="Call checkpointing.model_parallel_cuda_manual_seed(seed) first.",
             )
         before = _rng_state()

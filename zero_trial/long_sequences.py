@@ -67,7 +67,7 @@ def chunked_cross_entropy(
         )
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
         raise TrialError(
-            "the shapes do not belong together",
+            "the shapes do not match",
             where="chunked_cross_entropy",
             got=f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, labels {tuple(labels.shape)}",
             expected="hidden (..., H), weight (V, H), labels (...)",
@@ -213,7 +213,7 @@ def long_samples(model: Module, tiles: int = 8) -> Module:
             where="long_samples(model)",
             got=f"{type(model).__name__}, head {type(head).__name__}, loss {name or None}",
             expected="a causal model of transformers whose head is an nn.Linear",
-            fix="Call zero_trial.chunked_cross_entropy(hidden, head.weight, labels) in the model's own forward.",
+            fix="Call zero_trial.chunked_cross_entropy(hidden, head.weight, labels) in the model's forward.",
         )
     projections = ("gate_proj", "up_proj", "down_proj")
     mlps = [
@@ -227,7 +227,7 @@ def long_samples(model: Module, tiles: int = 8) -> Module:
             where="long_samples(model)",
             got=type(causal).__name__,
             expected=f"modules with {', '.join(projections)}",
-            fix="Pass tiles=1, and call zero_trial.tiled(module, tiles) on the modules that treat each token alone.",
+            fix="Pass tiles=1, and call zero_trial.tiled(module, tiles) on the modules that process each token independently.",
         )
     for mlp in mlps if tiles != 1 else ():
         tiled(mlp, tiles)
@@ -258,8 +258,8 @@ class _HeadInLoss:
                 "the head was replaced after long_samples()",
                 where="long_samples(model)",
                 got=type(head).__name__,
-                expected="the nn.Linear that was there",
-                fix="Leave the head out of the adapter's target_modules and modules_to_save.",
+                expected="the nn.Linear that long_samples() found",
+                fix="Remove the head from the adapter's target_modules and modules_to_save.",
             )
 
     def _end(self, *_: Any) -> None:
@@ -291,7 +291,7 @@ class _HeadInLoss:
                 where="long_samples(model)",
                 got=type(self._model).__name__,
                 expected="loss_function(head(hidden), labels)",
-                fix="Use this model with its own loss: tile its MLPs by zero_trial.tiled(module, tiles).",
+                fix="Use this model with its own loss, and tile its MLPs with zero_trial.tiled(module, tiles).",
             )
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]

@@ -64,4 +64,4 @@ def test_ranks_at_different_operations_get_an_error_at_once() -> None:
         texts = pools(2).run(one_goes_elsewhere)
     finally:
         pools.close()
-    assert all("disagree about what comes next" in text or "gave up" in text for text in texts), texts
+    assert all("disagree about the next collective" in text or "gave up" in text for text in texts), texts

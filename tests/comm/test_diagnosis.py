@@ -61,7 +61,7 @@ CLOSED = RuntimeError("Connection closed by peer")
 
 def test_a_rank_that_comes_when_all_others_gave_up_was_late_itself() -> None:
     text = str(explain(FakeHeartbeat({1: GAVE_UP, 2: GAVE_UP}), (0, 1, 2), NAME, CLOSED, 1.0))
-    assert f"rank 0, step 17, {NAME}: rank 1, rank 2 gave up before this rank came." in text
+    assert f"rank 0, step 17, {NAME}: rank 1, rank 2 timed out before this rank arrived." in text
     assert "rank 2 at step 17, gave up in all_gather(block.3)" in text
 
 
@@ -81,7 +81,7 @@ def test_when_all_are_there_they_disagree() -> None:
     board = FakeHeartbeat({1: other})
     text = str(explain(board, (0, 1), NAME, TIMED_OUT, 1.0))
     assert board._now.gave_up  # the others learn that this rank no longer waits
-    assert "waited 1 s although every rank has come this far" in text
+    assert "waited 1 s although every rank has arrived here" in text
     assert "rank 1 at step 17, in reduce_scatter(block.3)" in text
 
 
@@ -91,7 +91,7 @@ def test_a_rank_that_is_here_by_now_or_further_on_was_late(sequence: int) -> Non
     under the same number is a disagreement."""
     came = RankPosition(17, sequence, NAME if sequence == 9 else "all_reduce(reduction order) over shard", 0.0, True)
     text = str(explain(FakeHeartbeat({1: came}), (0, 1), NAME, TIMED_OUT, 1.0))
-    assert "waited 1 s for a rank that came too late" in text
+    assert "waited 1 s for a rank that arrived too late" in text
     assert f"rank 1 at step 17, in {came.operation} (collective {sequence}" in text
     assert "raise comm_timeout_seconds" in text and "disagree" not in text
 
@@ -102,7 +102,7 @@ def test_a_rank_that_came_with_another_call_is_named_at_once() -> None:
     for position in (LATE, HERE, GAVE_UP):
         text = str(explain(FakeHeartbeat({1: position}), (0, 1), NAME, elsewhere, 300.0))
         assert (
-            f"rank 0, step 17, {NAME}: collective mismatch: another rank makes another collective call at this point. The ranks disagree"
+            f"rank 0, step 17, {NAME}: collective mismatch: another rank calls a different collective at this point. The ranks disagree"
             in text
         )
         assert f"rank 1 at step {position.step}" in text and "300" not in text

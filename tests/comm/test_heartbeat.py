@@ -213,7 +213,7 @@ def test_one_of_the_ranks_that_wait_long_names_the_late_one(
         assert "gathers h.0" in caplog.messages[0]  # and what to do where ranks differ in that
         for rank in (0, 2):
             all_ranks[rank].leave()
-        assert "goes on: all_gather(parameters of h.0) over data took" in said(caplog, 2)[1]
+        assert "continues: all_gather(parameters of h.0) over data took" in said(caplog, 2)[1]
     for heartbeat in all_ranks:
         heartbeat.close()
 
@@ -265,7 +265,7 @@ def stopped_for_a_while(seconds: float) -> list[str]:
 def test_a_rank_that_was_stopped_is_named_here_and_there(ranks: Pools) -> None:
     waiting, stopped = ranks(2).run(stopped_for_a_while, 1.3)
     assert any("training goes on" in line and "for rank 1. rank 1 at step" in line for line in waiting), waiting
-    assert any("goes on: all_reduce(training goes on)" in line for line in waiting), waiting
+    assert any("continues: all_reduce(training goes on)" in line for line in waiting), waiting
     assert any(line.startswith("rank 1 did not run for") for line in stopped), stopped
 
 

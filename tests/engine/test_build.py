@@ -93,7 +93,7 @@ def test_a_clients_optimizer_overrides_that_of_ds_config_and_a_line_says_so(
     with caplog.at_level(logging.WARNING):
         engine, optimizer, *_ = zero_trial.initialize(model=model, optimizer=client, config=CONFIG)
     assert optimizer is not None and isinstance(optimizer.base, torch.optim.SGD) and engine.get_lr() == [0.5]
-    assert "SGD is used, as in DeepSpeed, and not AdamW of ds_config" in caplog.text
+    assert "using SGD, as DeepSpeed does, instead of AdamW from ds_config" in caplog.text
 
 
 def test_two_lr_schedulers_are_refused() -> None:
@@ -174,7 +174,7 @@ def test_an_engine_for_inference_only(ranks: Pools) -> None:
 
 @pytest.mark.parametrize(
     ("size", "clip", "said"),
-    [(1, 0.0, ""), (1, 1.0, "clips by its own gradient norm"), (2, 0.0, "all are taken for copies")],
+    [(1, 0.0, ""), (1, 1.0, "clips by its own gradient norm"), (2, 0.0, "all parameters are treated as copies")],
 )
 def test_what_parts_do_by_themselves(size: int, clip: float, said: str, caplog: pytest.LogCaptureFixture) -> None:
     """Of a model in two parallel parts, whose ranks the mesh or an mpu knows."""

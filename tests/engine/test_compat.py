@@ -111,7 +111,7 @@ def test_short_last_batches_and_iterable_data_sets() -> None:
 def test_repeating_starts_again_unless_there_is_nothing() -> None:
     endless = RepeatingLoader([torch.tensor([1]), torch.tensor([2])])
     assert [int(next(endless)) for _ in range(5)] == [1, 2, 1, 2, 1]
-    with pytest.raises(DataError, match=r"RepeatingLoader\(list\): the loader yields nothing"):
+    with pytest.raises(DataError, match=r"RepeatingLoader\(list\): the loader returned no batch"):
         next(RepeatingLoader([]))
 
 

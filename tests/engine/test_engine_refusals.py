@@ -125,20 +125,20 @@ FREED = {"zero_optimization": STAGES["zero3-free"]}
 NO_SCALAR = ("engine.backward", "not a scalar")
 GIVEN = {"training_data": [torch.ones(3)] * 8, "dataset": [torch.ones(3)] * 8}
 REFUSALS: list[tuple[type[ZeroTrialError], Callable[[], Any], tuple[str, ...]]] = [
-    (ConfigError, lambda: engine(model=Replicated(net())), ("DataParallel", "initialize(model):", "Give model.module")),
+    (ConfigError, lambda: engine(model=Replicated(net())), ("DataParallel", "initialize(model):", "Pass model.module")),
     (
         ConfigError,
         lambda: engine(model=nn.Sequential(nn.Identity(), nn.DataParallel(net()))),
         ("initialize(model): 1:",),
     ),
     (TrialError, lambda: of_loss(lambda out: out), (*NO_SCALAR, "(5, 2)", "loss.mean()")),
-    (TrialError, lambda: of_loss(lambda out: out.mean().item()), (*NO_SCALAR, "float", "Leave .item() out")),
+    (TrialError, lambda: of_loss(lambda out: out.mean().item()), (*NO_SCALAR, "float", "Remove .item()")),
     (
         TrialError,
         lambda: of_loss(lambda out: (out.mean(), out)),
-        (*NO_SCALAR, "tuple", "out of what the model returns"),
+        (*NO_SCALAR, "tuple", "from the model's output"),
     ),
-    (TrialError, lambda: of_loss(lambda out: None), (*NO_SCALAR, "NoneType", "out of what the model returns")),
+    (TrialError, lambda: of_loss(lambda out: None), (*NO_SCALAR, "NoneType", "from the model's output")),
     (TrialError, lambda: of_loss(lambda out: out.mean().detach()), ("does not require grad", "gradients enabled")),
     (
         TrialError,
@@ -155,8 +155,8 @@ REFUSALS: list[tuple[type[ZeroTrialError], Callable[[], Any], tuple[str, ...]]] 
     ),
     (ConfigError, lambda: engine({"scheduler": {"type": "WarmupLR", "params": {"steps": 3}}}), ("steps",)),
     (ConfigError, in_two_groups, ("two optimizer groups", "model_parameters")),
-    (ConfigError, lambda: of_another_model(True), ("2 trainable ones", "optimizer")),
-    (ConfigError, lambda: of_another_model(False), ("2 trainable ones", "model_parameters")),
+    (ConfigError, lambda: of_another_model(True), ("2 trainable parameters", "optimizer")),
+    (ConfigError, lambda: of_another_model(False), ("2 trainable parameters", "model_parameters")),
     (ConfigError, optimizer_that_has_stepped, ("has stepped",)),
     (ConfigError, lambda: zero_trial.initialize(model=net()), ("no ds_config", "args.deepspeed_config")),
     (ConfigError, lambda: engine(config_params=CONFIG), ("config and config_params",)),
@@ -291,9 +291,9 @@ def test_max_norm_edits_weights_of_one_rank(ranks: Pools, size: int, stage: str,
     """Each rank would edit the rows of its own tokens; frozen rows come to the same everywhere."""
     for text in ranks(size).run(bounded, kind, stage):
         if stage == "zero3":
-            words = ("freed after use", "0.max_norm", "(max_norm=0.5)", "Leave max_norm out")
+            words = ("freed after use", "0.max_norm", "(max_norm=0.5)", "Remove max_norm")
         elif size == 2 and not kind.startswith("frozen"):
-            words = ("drift apart", "0.max_norm", "2 data-parallel ranks", "Leave max_norm out")
+            words = ("copies would diverge", "0.max_norm", "2 data-parallel ranks", "Remove max_norm")
         else:
             assert text == ""
             continue
@@ -413,10 +413,10 @@ def cannot_start(what: str, taken: str) -> tuple[str, str]:
         ("file", 1, "no_such_folder/ds_config.json"),
         ("key", 1, "train_bach_size"),
         ("level", 1, "no such level"),
-        ("mesh", 1, "2 ranks cannot be divided by pipe 1 × model 3"),
+        ("mesh", 1, "2 ranks are not divisible by pipe 1 × model 3"),
         ("model", 1, "DataParallel"),
-        ("groups", 1, "these are not all parameters of the model"),
-        ("stage", 1, "these are not all parameters of the model"),
+        ("groups", 1, "has parameters that do not belong to the model"),
+        ("stage", 1, "has parameters that do not belong to the model"),
         ("monitor", 0, "could not be created"),
     ],
 )

@@ -54,7 +54,7 @@ def one_is_blind(blind: int, strict: bool) -> tuple[str, list[str]]:
 def test_one_rank_without_kernels_takes_them_from_all(ranks: Pools) -> None:
     (name, (line,)), (other, nothing) = ranks(2).run(one_is_blind, 1, False)  # rank 0 says it, once
     assert name == other == "AdamW" and not nothing  # torch's own
-    assert line.endswith("so that they compute alike: rank 1 has none (no C++ compiler)")
+    assert line.endswith("so that they compute identically: rank 1 has none (no C++ compiler)")
 
 
 def test_native_or_nothing_is_one_error_on_every_rank(ranks: Pools) -> None:

@@ -92,7 +92,7 @@ def test_arguments_that_cannot_be_used_are_refused() -> None:
     given = head()
     with pytest.raises(ConfigError, match="expected mean or sum"):
         chunked_cross_entropy(labels=labels(), reduction="none", **given)
-    with pytest.raises(TrialError, match="do not belong together"):
+    with pytest.raises(TrialError, match="do not match"):
         chunked_cross_entropy(labels=labels().flatten(), **given)
     with pytest.raises(ConfigError, match="1 or more"):
         tiled(Block(), 0)

@@ -114,7 +114,9 @@ def test_host_memory_is_where_it_lives_already(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.INFO, "zero_trial"):
         away = build_engine(case, STAGES["zero3"] | given)
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("offload")]
-    assert said == ["offload: optimizer state and parameters already in host memory, because this rank computes there"]
+    assert said == [
+        "offload: optimizer state and parameters already in host memory, because this rank trains on the CPU"
+    ]
     here = build_engine(case, STAGES["zero3"])
     for engine in (here, away):
         torch.manual_seed(3)
@@ -177,7 +179,7 @@ def test_a_folder_that_one_rank_lacks_stops_all(ranks: Pools, tmp_path: Path) ->
     first, second = ranks(2).run(no_folder_on_one_rank, str(tmp_path))
     assert second.startswith("ConfigError: zero_optimization.offload_optimizer.nvme_path: there is no such folder")
     assert first.startswith(
-        "StorageError: file for optimizer state: another rank has no place for its state: got rank 1: zero_opt"
+        "StorageError: file for optimizer state: another rank could not allocate space for offloaded state: got rank 1: zero_opt"
     )
 
 
@@ -195,7 +197,7 @@ def test_a_disk_that_fails_gives_nothing_back(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(StorageError, match="could not be read or written"):
             train(engine, range(1, 3))
     for use in (lambda: engine(Turn(0, 0, 0).normal(4, 6)), lambda: engine.save_checkpoint(str(tmp_path / "save"))):
-        with pytest.raises((StorageError, CheckpointError), match="the disk has failed, and offloaded state is lost"):
+        with pytest.raises((StorageError, CheckpointError), match="the disk failed, and offloaded state is lost"):
             use()
 
 

@@ -127,7 +127,7 @@ def whole_weights(folder: str) -> str:
 def test_no_rank_has_the_whole(ranks: Pools, tmp_path: Path) -> None:
     (said, _) = ranks(2).run(whole_weights, str(tmp_path))
     assert said.startswith(
-        "engine.save_16bit_model: no rank has the whole model: it is parallel itself: got 2 parts. Use engine.save_checkpoint"
+        "engine.save_16bit_model: no rank has the whole model: the model is parallel itself: got 2 parts. Use engine.save_checkpoint"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -136,7 +136,7 @@ def test_parts_are_not_joined_by_accident(ranks: Pools, tmp_path: Path) -> None:
     ranks(2).run(saved_part, str(tmp_path), "zero0")
     engine, *_ = zero_trial.initialize(model=Columns(0), config={"train_batch_size": 4, "optimizer": ADAMW})
     with pytest.raises(
-        CheckpointError, match=r"another number of parallel parts: got 2, expected 1\. Start with mesh\.model: 2"
+        CheckpointError, match=r"a different number of parallel parts: got 2, expected 1\. Start with mesh\.model: 2"
     ):
         engine.load_checkpoint(str(tmp_path))
 

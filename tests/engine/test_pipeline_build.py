@@ -106,7 +106,7 @@ def test_parameters_that_were_given_away_are_not_replaced():
     module = PipelineModule(layers(), num_stages=1)
     config = read_ds_config(CONFIG | {"pipeline": {"schedule": "interleaved"}})
     with pytest.raises(
-        ConfigError, match="the layers that the optimizer was given are not those that this schedule needs"
+        ConfigError, match="the optimizer's layers are not those that this schedule places on this rank"
     ):
         build_layers(module, config, build_mesh(MeshShape()), has_parameters=True)
     same = read_ds_config(CONFIG)

@@ -107,7 +107,7 @@ def test_data_that_end_early_on_one_rank_are_an_error_on_all(ranks: Pools) -> No
     for first, second, _ in ranks(4).run(read_to_the_end, [8, 6]):
         assert first == "step"
         assert second.startswith(
-            "rank 1: an iterator has ended before the others': got micro-batches: rank 0 4, rank 1 2"
+            "rank 1: an iterator ended before those of the other ranks: got micro-batches: rank 0 4, rank 1 2"
         )
 
 
@@ -147,7 +147,7 @@ def faulty(place: int, backward: bool, schedule: str) -> tuple[str, float, str]:
     try:
         engine.eval_batch(data)
     except TrialError as error:
-        text = text if "this pipeline has failed before" in str(error) else str(error)
+        text = text if "this pipeline failed in an earlier call" in str(error) else str(error)
     engine.destroy()
     again = make_engine(layers(8), 4, {"stage": 1}, 8)
     loss = again.train_batch(batches(0, 8, 1) if again.is_first_stage() else None).item()
@@ -214,6 +214,6 @@ def refused() -> list[str]:
 def test_what_a_pipeline_refuses(ranks: Pools) -> None:
     for *verbs, no_data, inside_init, coupled in ranks(2).run(refused):
         assert all("only train_batch() and eval_batch() are accessible in pipeline mode" in text for text in verbs)
-        assert no_data.startswith("rank 0: the rank of the first layer has nothing to read")
+        assert no_data.startswith("rank 0: the rank of the first layer has no data iterator")
         assert "a pipeline cannot be built inside zero.Init" in inside_init
         assert "GlobalNorm" in coupled and "no rank has all tensors" in coupled

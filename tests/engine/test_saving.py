@@ -308,9 +308,7 @@ def test_refusals_say_what_and_leave_the_engine_working(ranks: Pools, tmp_path: 
     for text in (first["other optimizer"], first["other groups"]):
         assert "load_optimizer_states=False" in text
     assert first["a file"].startswith("FILE/x: the checkpoint was not saved: got rank 0: NotADirectoryError")
-    assert first["a file"].endswith(
-        "Save to a folder that can be written and has free space. Earlier checkpoints are whole."
-    )
+    assert first["a file"].endswith("Save to a writable folder with free space. Earlier checkpoints are unaffected.")
     assert "Adam" in first["other optimizer"] and "SGD" in first["other optimizer"]
     assert "client" in first["client state"] and "client" in second["client state"] and "'a/b'" in first["tag"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "mid", "one"]

@@ -191,13 +191,13 @@ def test_a_checkpoint_with_8_bit_states_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "client", "words"),
     [
-        ({"type": "Lamb", "params": {"lr": 1e-3}}, None, "Lamb does not store"),
+        ({"type": "Lamb", "params": {"lr": 1e-3}}, None, "Lamb cannot store"),
         ({"type": "SGD", "params": {"lr": 1e-3}}, None, "SGD without momentum"),
         ({"type": "AdamW", "params": {"lr": 1e-3, "amsgrad": True}}, None, "AdamW with amsgrad"),
         ({"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}, None, "torch_adam"),
-        ({"type": "RMSprop", "params": {"lr": 1e-3}}, None, "RMSprop does not store"),
-        ({"type": "Muon", "params": {"lr": 1e-3}}, None, "Muon does not store"),
-        (None, FusedSGD, "client's optimizer"),
+        ({"type": "RMSprop", "params": {"lr": 1e-3}}, None, "RMSprop cannot store"),
+        ({"type": "Muon", "params": {"lr": 1e-3}}, None, "Muon cannot store"),
+        (None, FusedSGD, "an optimizer passed to initialize"),
     ],
 )
 def test_optimizers_without_such_states_are_refused(optimizer: Any, client: Any, words: str) -> None:

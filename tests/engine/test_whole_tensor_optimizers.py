@@ -121,7 +121,7 @@ def compared(zero: dict[str, Any], cls: Any, build: Any) -> tuple[float, list[st
 )
 def test_a_step_reads_attributes_and_may_replace_the_values(ranks: Pools, cls: Any, build: Any, stage: str) -> None:
     for gap, found in ranks(2).run(compared, STAGES[stage], cls, build):
-        assert gap <= TOLERANCE and (build is Tower or not any("could not be tried" in line for line in found))
+        assert gap <= TOLERANCE and (build is Tower or not any("could not be tested" in line for line in found))
 
 
 def step_traffic(zero: dict[str, Any], optimizer: dict[str, Any]) -> tuple[int, int, dict[str, Any]]:
@@ -324,7 +324,7 @@ def lines(name: str, zero: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("global norm", "couples tensors"), ("unprobed", "could not be tried out"), ("layer-wise", "")]
+    ("name", "said"), [("global norm", "couples tensors"), ("unprobed", "could not be tested"), ("layer-wise", "")]
 )
 def test_a_step_that_couples_tensors_or_may_do_so_has_one_owner(ranks: Pools, name: str, said: str) -> None:
     first, second = ranks(2).run(lines, name, STAGES["zero2"])

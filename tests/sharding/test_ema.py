@@ -41,5 +41,5 @@ def test_a_step_that_fails_keeps_the_average() -> None:
 
 def test_a_state_of_the_optimizer_is_not_overwritten() -> None:
     average, weights, state = WeightAverage(EmaSection(0.9)), [torch.ones(3)], defaultdict[Any, Any](dict)
-    with pytest.raises(TrialError, match="state of the name"), average.following(weights, state):
+    with pytest.raises(TrialError, match="state with the same name"), average.following(weights, state):
         state[weights[0]][KIND] = torch.zeros(3)

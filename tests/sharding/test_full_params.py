@@ -134,7 +134,7 @@ def step_inside() -> list[Any]:
 
 def test_a_step_inside_leaves_no_stale_values(ranks: Pools) -> None:
     for stale, message in ranks(2).run(step_inside):
-        assert stale and "Leave the block before engine.step()" in message
+        assert stale and "Exit the block before engine.step()" in message
 
 
 def kept_views(keep: str) -> tuple[bool, int]:

@@ -507,5 +507,5 @@ def built_after_a_failure() -> list[str]:
 
 def test_a_second_build_has_the_values_or_names_the_failed_one(ranks: Pools) -> None:
     """Never parameters without values, which would begin again in silence."""
-    failed = "the parameter's values went to an engine whose build has failed"
+    failed = "the parameter's values were passed to an engine whose build failed"
     assert ranks(2).run(built_after_a_failure) == [["True", failed]] * 2

@@ -118,7 +118,7 @@ def test_what_is_as_wide_as_a_float64_parameter():
         ([], F32, []),
         ([F64], F32, ["parameters keep their dtypes (1 float64)"]),
         ([F64], BF16, ["1 float64 are cast to bfloat16"]),
-        ([F32, BF16], BF16, ["1 bfloat16, 1 float32 are cast to bfloat16, with fp32 masters; leave the section out"]),
+        ([F32, BF16], BF16, ["1 bfloat16, 1 float32 are cast to bfloat16, with fp32 masters; remove the section"]),
         ([F16, F32], F32, ["(1 float16, 1 float32)", "no loss scale"]),
     ],
 )

@@ -176,7 +176,7 @@ def test_every_trained_parameter_is_in_one_group() -> None:
     assert sorted(held) == sorted(id(param) for param in model.module.parameters())
     group, index = model.group_of(model.module.embed.weight)  # type: ignore[union-attr, arg-type]
     assert group.layout.slots[index].name == "embed.weight" and model.param_grads.of(group) is not None
-    with pytest.raises(TrialError, match="in no group"):
+    with pytest.raises(TrialError, match="belongs to no group"):
         model.group_of(torch.zeros(3))
 
 

@@ -265,7 +265,7 @@ def test_edits_that_do_not_reach_the_disk_are_not_forgotten(tmp_path: Path, monk
         patched.setattr(mmap, "mmap", Broken)
         with pytest.raises(StorageError, match=r"could not be read or written: got .*Input/output error"):
             away.values()
-    with pytest.raises(StorageError, match="the disk has failed, and offloaded state is lost"):
+    with pytest.raises(StorageError, match="the disk failed, and offloaded state is lost"):
         away.step(1)
 
 

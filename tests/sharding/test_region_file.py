@@ -138,12 +138,12 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         RegionFile([tmp_path / "none"])
     assert str(error.value) == (
-        "zero_optimization.offload_optimizer.nvme_path: there is no such folder: "
-        f"got {tmp_path / 'none'}, expected a folder. Make it, or name another one."
+        "zero_optimization.offload_optimizer.nvme_path: the folder does not exist: "
+        f"got {tmp_path / 'none'}, expected a folder. Create it, or use another folder."
     )
-    with pytest.raises(ConfigError, match="nothing can be written to this folder"):
+    with pytest.raises(ConfigError, match="the folder is not writable"):
         RegionFile([Path("/proc/self")])
-    with pytest.raises(ConfigError, match="there is no such folder"):
+    with pytest.raises(ConfigError, match="the folder does not exist"):
         RegionFile([tmp_path / ("x" * 300)])  # the system refuses to look
     with pytest.raises(ConfigError) as second:
         RegionFile([tmp_path, tmp_path / "none"], where=WHERE)
@@ -202,10 +202,13 @@ def test_a_closed_file_is_never_mistaken_for_another(tmp_path: Path) -> None:
     new = opened(tmp_path)
     new.reserve(1 << 16)
     new.write(0, numbers(1 << 16)).wait()
-    with pytest.raises(StorageError, match="offloaded state is gone: got an engine that was destroyed"), old.mapped():
+    with (
+        pytest.raises(StorageError, match="offloaded state no longer exists: got an engine that was destroyed"),
+        old.mapped(),
+    ):
         pass
     for act in (lambda: old.read(0, numbers(BLOCK)), lambda: old.write(0, numbers(BLOCK)), lambda: old.reserve(1)):
-        with pytest.raises(StorageError, match="offloaded state is gone"):
+        with pytest.raises(StorageError, match="offloaded state no longer exists"):
             act()
     old.close()
     with new.mapped():
@@ -227,14 +230,14 @@ def test_a_fault_is_raised_by_every_wait_and_names_the_folder(tmp_path: Path) ->
             transfer.wait()
         assert str(error.value) == (
             f"{tmp_path / '1'}: offloaded state could not be read or written: got [Errno 9] Bad file descriptor. "
-            "Fix the disk or name another one in nvme_path, and go on from the last checkpoint."
+            "Fix the disk or set nvme_path to another one, and continue from the last checkpoint."
         )
         assert transfer.done()
     for descriptor, old in zip(descriptors, kept, strict=True):
         os.dup2(old, descriptor)
-    with pytest.raises(StorageError, match="the disk has failed, and offloaded state is lost"):
+    with pytest.raises(StorageError, match="the disk failed, and offloaded state is lost"):
         file.read(0, buffer)
-    with pytest.raises(StorageError, match="the disk has failed, and offloaded state is lost"), file.mapped():
+    with pytest.raises(StorageError, match="the disk failed, and offloaded state is lost"), file.mapped():
         pass
 
 
@@ -353,8 +356,8 @@ def test_the_first_failure_is_recorded() -> None:
     for _ in range(2):
         with pytest.raises(StorageError) as error:
             failure.require_none()
-        assert str(error.value).startswith("/disk, /more: the disk has failed, and offloaded state is lost: got one")
-        assert "go on from the last checkpoint in a new engine" in str(error.value)
+        assert str(error.value).startswith("/disk, /more: the disk failed, and offloaded state is lost: got one")
+        assert "continue from the last checkpoint in a new engine" in str(error.value)
 
 
 def grown() -> list[bool]:

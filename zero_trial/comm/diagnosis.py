@@ -65,19 +65,18 @@ def disagreement(rows: Mapping[int, tuple[int, Sequence[Sequence[int | str]]]], 
     called = {rank: str(name) for rank, (_, name) in at.items()}
     listed = _first_ones([f"rank {rank} {name}" for rank, name in called.items()], ", ")
     return MeshError(
-        "collective mismatch: the ranks have called different collectives, and may have got each other's data",
+        "collective mismatch: the ranks have called different collectives, and may have received each other's data",
         where=here,
         got=f"at call {place + 1}: {listed}",
         expected="the same collective calls in the same order on every rank",
-        fix=way_out(called) or "Do not call the model, or its parts, on some ranks alone.",
+        fix=way_out(called) or "Do not call the model, or parts of it, on only some of the ranks.",
     )
 
 
 _GATHER = re.compile(r"all_gather\(parameters of (.+)\) over ")
 _LEAF = (
-    "If ranks take different branches (experts, a block that only some ranks run), name the module around the branch, "
-    "which every rank calls, in zero_optimization.leaf_module, or pass its class to "
-    "zero_trial.zero.set_z3_leaf_modules before initialize."
+    "If ranks take different branches (experts, a block that only some ranks run), list the module around the branch, which every rank calls, in "
+    "zero_optimization.leaf_module, or pass its class to zero_trial.zero.set_z3_leaf_modules before initialize."
 )
 _UNEVEN = (
     "If ranks differ in batches or generated tokens, use engine.evenly(batches) and engine.generate(...) "
@@ -168,8 +167,8 @@ def _crossing(positions: Positions, own: int, waiting: list[int], here: str) -> 
         got=f"this rank {f'at {mine.line}' if mine is not None and mine.line else 'here'}, "
         f"{listing(positions, own, waiting)}",
         expected="the same collective calls in the same order on every rank",
-        fix="Every rank must make both calls: look for one that only some ranks come to, as under `if rank == 0:`. "
-        f"engine.save_checkpoint is collective. {way_out(both)}".rstrip(),
+        fix="Every rank must make both calls: look for a call that only some ranks reach, e.g. under `if rank == 0:`. engine.save_checkpoint is "
+        f"collective. {way_out(both)}".rstrip(),
     )
 
 
@@ -185,22 +184,22 @@ def _lost_peer(positions: Positions, own: int, text: str) -> tuple[str, str]:
     gone = [rank for rank in positions if rank != own and not gave_up(positions, rank, own)]
     if gone:
         fix = (
-            f"Look for that rank's own error: {listing(positions, own, gone)}. If it ended without one, it never made this call, which "
-            f"every rank must make. ({text[:160]})"
+            f"Look for that rank's own error: {listing(positions, own, gone)}. If the rank ended without an error, it never made this call, "
+            f"which every rank must make. ({text[:160]})"
         )
         return "another rank ended while this one waited for it", with_way_out(fix, positions)
-    fix = f"{listing(positions, own)}. Find out why this rank was late or called another collective; {_SLOW}. ({text[:160]})"
+    fix = f"{listing(positions, own)}. Find out why this rank was late or called a different collective; {_SLOW}. ({text[:160]})"
     late = names(rank for rank in positions if rank != own)
-    return f"{late} gave up before this rank came", with_way_out(fix, positions)
+    return f"{late} timed out before this rank arrived", with_way_out(fix, positions)
 
 
 def _absent_peer(positions: Positions, own: int, text: str, timeout: float) -> tuple[str, str] | None:
     """Return what a timeout or a mismatch of collectives means; None for other errors."""
     others = listing(positions, own)
-    order = f"The ranks disagree about what comes next: {others}. Every rank must make the same collective calls in the same order."
+    order = f"The ranks disagree about the next collective: {others}. Every rank must make the same collective calls in the same order."
     if ELSEWHERE in text:
         return (
-            "collective mismatch: another rank makes another collective call at this point",
+            "collective mismatch: another rank calls a different collective at this point",
             with_way_out(order, positions),
         )
     if late := behind(positions, own):
@@ -218,11 +217,11 @@ def _absent_peer(positions: Positions, own: int, text: str, timeout: float) -> t
     if mine and any(
         at and at.sequence == mine.sequence and at.operation != mine.operation for at in positions.values()
     ):
-        return f"collective mismatch: waited {timeout:g} s although every rank has come this far", with_way_out(
+        return f"collective mismatch: waited {timeout:g} s although every rank has arrived here", with_way_out(
             order, positions
         )
-    return f"waited {timeout:g} s for a rank that came too late", with_way_out(
-        f"{others}. Find out what held it up; {_SLOW}.", positions
+    return f"waited {timeout:g} s for a rank that arrived too late", with_way_out(
+        f"{others}. Find out what delayed it; {_SLOW}.", positions
     )
 
 

@@ -190,7 +190,7 @@ def init_distributed(
         return RankEnv(dist.get_rank(), dist.get_world_size(), env.local_rank, env.local_world_size, env.launched)
     if dist_init_required is False:
         raise MeshError(
-            "torch.distributed is not running although dist_init_required=False says so",
+            "torch.distributed is not initialized, but dist_init_required=False requires it",
             fix="Call init_distributed first.",
         )
     limit = (
@@ -233,15 +233,15 @@ def _backend(given: str | None, kind: str | None, env: RankEnv) -> str:
                 "no GPU is visible to torch on this host: the driver, the container or CUDA_VISIBLE_DEVICES hides it",
                 where=where,
                 got=repr(given),
-                fix="Fix that; or leave dist_backend out, or give gloo, to train on the CPU.",
+                fix="Fix that, or omit dist_backend or set it to gloo to train on the CPU.",
             )
         if env.local_rank == 0:
-            log.warning("%s=%r needs GPUs, and torch is built for CPUs only: the ranks use gloo", where, given)
+            log.warning("%s=%r needs GPUs, but this torch supports only CPUs: the ranks use gloo", where, given)
         return "gloo"
     for name in names:
         if not dist.is_backend_available(name):
-            fix = "Leave dist_backend out: it is chosen by the devices that there are."
-            raise MeshError("torch has no such backend here", where=where, got=repr(name), fix=fix)
+            fix = "Omit dist_backend: it is chosen from the available devices."
+            raise MeshError("this torch was built without that backend", where=where, got=repr(name), fix=fix)
     return given
 
 
@@ -429,7 +429,7 @@ def rendezvous_error(
     absent = names(missing)
     alone = "RANK" in os.environ and "LOCAL_RANK" not in os.environ  # no launcher has set it
     return MeshError(
-        f"the ranks did not find each other: {f'{absent} never came' if missing else printable(error)}",
+        f"the ranks did not find each other: {f'{absent} never arrived' if missing else printable(error)}",
         where=f"rank {env.rank} of {env.world_size}, init_distributed",
         got=_unreachable(*place) if place is not None else None,
         fix=f"Check that {absent or 'every rank'} was started, and that MASTER_ADDR and MASTER_PORT are reachable from there."
@@ -475,7 +475,7 @@ def fail_together(
         try:
             world.gather_json([f"rank {world.ranks[world.index]}: {fault}", _exit_code(error)], label)
         except MeshError as gone:
-            add_note(error, f"The other ranks could not be told: {gone}")
+            add_note(error, f"The other ranks could not be notified: {gone}")
         raise
     raise_together(world, None, label, others or CheckpointError)
     return result

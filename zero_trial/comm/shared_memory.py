@@ -168,7 +168,7 @@ def why_not_shared() -> str:
     waiting rank must notice that a peer has ended.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
-        return f"{platform.machine()} does not keep the order of writes as x86 does"
+        return f"{platform.machine()} does not preserve the order of writes as x86 does"
     return "" if hasattr(os, "pidfd_open") else f"{sys.platform} has no pidfd_open"
 
 

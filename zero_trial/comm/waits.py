@@ -241,7 +241,7 @@ class Heartbeat:
             # neither a wait nor Python code keeps this thread from running so long
             if clock - last > SLOW_SECONDS:
                 log.warning(
-                    "rank %d did not run for %.0f s: it was stopped, or its machine gave it no processor time",
+                    "rank %d did not run for %.0f s: the process was stopped, or the machine gave it no CPU time",
                     self.rank,
                     clock - last,
                 )
@@ -295,7 +295,7 @@ class Heartbeat:
     def _report_slow_wait(self, now: RankPosition) -> None:
         """Warn about a long wait, naming the ranks that are behind; only one rank warns."""
         if self._slow is not None and now != self._slow:
-            text = "rank %d goes on: %s took %.0f s"
+            text = "rank %d continues: %s took %.0f s"
             log.warning(text, self.rank, self._slow.operation, time.time() - self._slow.since)
             self._slow, self._report_after = None, SLOW_SECONDS
         waited = time.time() - now.since
@@ -308,7 +308,7 @@ class Heartbeat:
         self._slow = now
         positions = self.positions(self._among or None)
         late = behind(positions, self.rank)
-        missing = f"for {names(late)}" if late else "although every rank has come this far"
+        missing = f"for {names(late)}" if late else "although every rank has arrived here"
         log.warning(
             "rank %d, step %d, %s: has waited %.0f s %s. %s",
             self.rank,
@@ -384,9 +384,7 @@ class Pending:
     def wait(self) -> Any:
         """Return when the collective is over on all ranks. Repeatable. Raises MeshError."""
         if self._failed:
-            raise MeshError(
-                "this collective has failed before", where=self._label, fix="Look for its first error, above."
-            )
+            raise MeshError("this collective failed earlier", where=self._label, fix="Look for its first error above.")
         if self._works is not None:
             heartbeat = self._watch.heartbeat
             heartbeat.enter(self._label, self._among, self._call, again=True)
@@ -449,7 +447,7 @@ class UnderWay:
     def wait_for_oldest(self) -> None:
         """Wait for the collective that was started first."""
         if not self._pendings:
-            raise RuntimeError("an earlier collective has failed")
+            raise RuntimeError("an earlier collective failed")
         self._pendings[0].wait()
         self.go_on()
 

@@ -39,7 +39,7 @@ class MergedAdapters:
             prompts = isinstance(part, peft.PeftModel) and not isinstance(part.base_model, tuners.BaseTuner)
             adapts = isinstance(part, (tuners.BaseTunerLayer, other.AuxiliaryTrainingWrapper))
             if prompts or (adapts and not isinstance(part, (lora.LoraLayer, *self._saved))):
-                raise _refused(where, "these adapters are not LoRA's", f"{name}: {type(part).__name__}")
+                raise _refused(where, "only LoRA adapters can be merged", f"{name}: {type(part).__name__}")
             if isinstance(part, lora.LoraLayer):
                 for inner, param in part.get_base_layer().named_parameters():
                     if not inner.endswith("bias") or any(part.lora_bias.values()):
@@ -48,9 +48,9 @@ class MergedAdapters:
         for name, param in module.named_parameters(remove_duplicate=False):
             if self._layers.get(id(param)) and self.name(name) is not None:
                 if is_opaque(param) or not param.is_floating_point():
-                    raise _refused(where, "a quantized weight cannot take an adapter", f"{name}: {param.dtype}")
+                    raise _refused(where, "an adapter on a quantized weight cannot be merged", f"{name}: {param.dtype}")
                 if name not in first:
-                    raise _refused(where, "a tied weight cannot take an adapter of one of its names", name)
+                    raise _refused(where, "an adapter on one name of a tied weight cannot be merged", name)
 
     def name(self, name: str) -> str | None:
         """Return the name of a parameter in the plain model; None for one that it does not have."""

@@ -1,21 +1,21 @@
-"""Backward passes of an engine's model, however they are started, and which parameters they reach.
+"""Backward passes of an engine's model, however they start, and which parameters they reach.
 
     engine.backward(loss)           scale, begin, autograd, end
-    engine.scale(loss).backward()   autograd's first gradient begins the pass, its callback ends it
+    engine.scale(loss).backward()   the first gradient begins the pass, an autograd callback ends it
     loss.backward()                 the same; gradients are divided by the accumulation on arrival
     other.backward(loss)            another engine's pass: gradients are added, reduced at the step
 
-Added are also gradients that come around the engine's forward after the last pass of a step,
-perhaps on one rank alone.
+Gradients that bypass the engine's forward (e.g. a weight penalty) and arrive after the last pass of
+a step are added, too. This may happen on a single rank.
 
-All mean the same update. Except by engine.backward(), which scales the loss, a gradient is
-multiplied where it arrives at its parameter, not where the pass enters the model: so what reaches
-parameters by other ways (a penalty on weights, a method of the module that is not forward) is
-scaled, too. The hook on the engine's outputs only notes the pass, before autograd adds anything;
-``torch.autograd.grad`` passes there without a consequence.
+All of these compute the same update. engine.backward() scales the loss. For all other passes the
+engine scales each gradient when it arrives at its parameter, not when the pass enters the model, so
+that gradients from every graph path (a penalty on weights, a method of the module other than
+forward) get the same factor. The hook on the engine's outputs only notes the pass, before autograd
+adds anything; ``torch.autograd.grad`` triggers it without any effect.
 
-An fp16 loss must be scaled before autograd runs: a gradient that has underflowed does not come
-back. ``loss.backward()`` is therefore refused where there is a loss scale.
+An fp16 loss must be scaled before autograd runs, because an underflowed gradient cannot be
+recovered. ``loss.backward()`` is therefore refused if there is a loss scale.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from zero_trial.util.failures import add_note
 
 log = logging.getLogger("zero_trial")
 
-_WITH_GRADIENTS = "Compute it with gradients enabled, from a parameter that requires grad."
+_WITH_GRADIENTS = "Compute the loss with gradients enabled, from a parameter that requires grad."
 _FREED = (
     "Weights are freed between the forward of their block and the backward pass of what it returns (ZeRO stage 3, "
     "offload_param). A loss term that needs them, such as a penalty that a forward hook adds to a list, must be returned "
@@ -61,22 +61,22 @@ class _ScaledPass:
     own: bool
 
 
-# By autograd's number of the pass. Autograd is one for the process, and two engines can meet in one
-# of its passes; it gives no number twice.
+# By autograd's id of the pass. Autograd is global to the process, so one pass can involve two
+# engines. Autograd never reuses an id.
 _SCALED: dict[int, _ScaledPass] = {}
 
 
 @dataclass(eq=False)
 class _NotedPass:
-    """A running pass. ``own``: of :meth:`BackwardPasses.run`, else torch has started it;
-    ``foreign``: inside another engine's backward(); ``after_last``: after the last one of the step;
-    ``begun``: it counts as a pass of this engine; ``reached``: a gradient has come to a parameter;
-    ``shown``: what ``param.grad`` showed before, until one has."""
+    """A running pass. ``own``: started by :meth:`BackwardPasses.run`, not by torch; ``foreign``:
+    inside another engine's backward(); ``after_last``: after the last pass of the step; ``begun``:
+    it counts as a pass of this engine; ``reached``: a gradient has arrived at a parameter;
+    ``shown``: what ``param.grad`` showed before the first gradient arrived."""
 
     number: int
     foreign: bool = False
     scaled: bool = True
-    factor: float = 1.0  # of the gradients that arrive
+    factor: float = 1.0  # for gradients when they arrive
     after_last: bool = False
     own: bool = False
     begun: bool = False
@@ -85,7 +85,7 @@ class _NotedPass:
 
 
 class BackwardPasses:
-    """Begins, scales and ends the backward passes of one engine, which it holds weakly."""
+    """Begins, scales and ends the backward passes of one engine, which it references weakly."""
 
     def __init__(
         self, engine: EngineAccessors, outcome: StepOutcome, resolved: ResolvedConfig, observer: Observer
@@ -151,7 +151,8 @@ class BackwardPasses:
         return mean
 
     def _check_weights(self, engine: EngineAccessors, *, weighted: bool) -> None:
-        """Raise TrialError if passes with and without weights meet, or for averaged weights."""
+        """Raise TrialError if a step mixes passes with and without weights, or inside
+        ``ema_weights()``."""
         if engine.optimizer is not None and engine.optimizer.ema is not None:
             engine.optimizer.ema.require_trained_weights("backward")
         before = self._outcome.weighted
@@ -159,9 +160,9 @@ class BackwardPasses:
             engine.sharded.param_grads.require_kept()
         if before is not weighted and (before or _has_gradients(engine)):
             raise TrialError(
-                "losses with and without weight= meet in one step",
+                "some losses of a step have weight=, and others do not",
                 where="backward",
-                expected="engine.backward(loss, weight=...) for every loss of a step, or for none",
+                expected="weight= for every loss of a step, or for none",
             )
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -178,14 +179,14 @@ class BackwardPasses:
     # --- loss.backward ----------------------------------------------------------------------------
 
     def watch(self, output: Any) -> None:
-        """Note the passes that enter the model by its ``output``."""
+        """Note the passes that enter the model through its ``output``."""
         for tensor in (output,) if output.__class__ is torch.Tensor else tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._hook)
 
     def note(self, *, by_output: bool) -> _NotedPass:
-        """Prepare for the gradients of the running pass, and return it. ``by_output``: it has come
-        to an output of the engine."""
+        """Prepare for the gradients of the running pass, and return the pass. ``by_output``: the
+        pass has reached an output of the engine."""
         number, noted = torch._C._current_graph_task_id(), self._noted
         if noted is not None and (noted.own or noted.number == number):
             noted.after_last = noted.after_last and not by_output
@@ -203,7 +204,7 @@ class BackwardPasses:
         return noted
 
     def _gradient_came(self, added: bool) -> None:
-        """Begin the pass with its first gradient. ``added``: already added to earlier ones."""
+        """Begin the pass at its first gradient. ``added``: it was already added to earlier ones."""
         noted, first = self._noted, self._noted is None
         if noted is None:
             noted = self.note(by_output=False)
@@ -212,15 +213,15 @@ class BackwardPasses:
         noted.reached = True
         if torch.is_grad_enabled():
             raise TrialError(
-                "gradients that have a graph of their own cannot be added up in param.grad",
+                "gradients that have a graph of their own (create_graph=True) cannot be accumulated in param.grad",
                 where="loss.backward(create_graph=True)",
-                fix="Use torch.autograd.grad(loss, ..., create_graph=True), and engine.backward with what is computed from it.",
+                fix="Use torch.autograd.grad(loss, ..., create_graph=True), and call engine.backward with the loss computed from its result.",
             )
         if first and added and noted.factor != 1.0:
             raise TrialError(
-                "a gradient was added to earlier ones before it could be scaled",
+                "a gradient was added to earlier ones before the engine could scale it",
                 where="loss.backward()",
-                got="a backward pass around the engine's forward",
+                got="a backward pass that bypasses the engine's forward",
                 fix="Call engine.backward(loss), or the engine itself (engine(x), not engine.module(x)).",
             )
         self._check_weights(self._trained(), weighted=False)
@@ -236,7 +237,7 @@ class BackwardPasses:
             )
         if noted.after_last:
             return
-        noted.shown = ()  # which it will not show again
+        noted.shown = ()  # will not be shown again
         engine = self._trained()
         if noted.number not in _SCALED:
             self._log_division(engine, engine.gradient_accumulation_steps())
@@ -263,8 +264,8 @@ class BackwardPasses:
     # --- both -------------------------------------------------------------------------------------
 
     def _begin(self, engine: EngineAccessors, noted: _NotedPass, last: bool) -> None:
-        """Begin a pass of this engine whose loss is scaled; ``last``: a step follows. It is the
-        only way in which a pass begins, before its first gradient is accepted."""
+        """Begin a pass of this engine whose loss is scaled; ``last``: a step follows. Every pass
+        begins here, before its first gradient is accepted."""
         noted.begun = True
         if last and engine.optimizer is not None:
             engine.optimizer.store.prefetch()
@@ -272,53 +273,53 @@ class BackwardPasses:
         engine.sharded.begin_backward(reduce=reduce, last=last)
 
     def _end(self, engine: EngineAccessors, last: bool) -> None:
-        """Wait for the reductions of a pass that has been begun, and count it."""
+        """Wait for the reductions of a pass that has begun, and count the pass."""
         with self._observer.phase(REDUCE_WAIT, engine):
             engine.sharded.end_backward(show=last)
         self.pending += 1
         self.total += 1
 
     def _log_division(self, engine: EngineAccessors, steps: int) -> None:
-        """Log once that the engine divides the loss by ``steps``, as the user's loop must not."""
+        """Log once that the engine divides by ``steps``; it cannot detect a user's own division."""
         if steps == 1 or self._division_logged:
             return
         self._division_logged = True
         if engine.mesh.rank == 0 and not engine.global_steps:
             log.info(
-                "the engine divides each loss by %d (gradient_accumulation_steps): if the loop divides it as well, gradients are "
-                "%d times too small. Then give the loss undivided, or call engine.backward(loss, scale_wrt_gas=False)",
+                "the engine divides each loss by %d (gradient_accumulation_steps): if your loop divides it too, gradients are %d times too "
+                "small. In that case remove your division, or call engine.backward(loss, scale_wrt_gas=False)",
                 *(steps, steps),
             )
 
     def require_gradients(self) -> None:
-        """Raise TrialError if there has been no gradient since the last step. A ``param.grad`` that
+        """Raise TrialError if no gradient has arrived since the last step. A ``param.grad`` that
         user code has set is treated like a gradient from autograd (in fp16: times the loss scale).
 
-        Local facts decide: the other ranks may be in a reduction of this step's backward, where no
-        rank can ask them.
+        Decides without communication: the other ranks may still be inside a reduction of this
+        step's backward pass.
         """
         engine = self._trained()
         if not self.pending and not self.any and not sum(buf.queue_set() for buf in engine.sharded.grad_buffers):
             error = TrialError(
-                "there are no gradients to step with",
+                "step() found no gradients",
                 where="engine.step",
                 got=f"no backward pass since step {engine.global_steps}",
-                fix="Call engine.backward(loss) on every rank before it, or leave this step() out.",
+                fix="Call engine.backward(loss) on every rank before step(), or skip this step().",
             )
             raise reported(engine, error)
 
     @property
     def any(self) -> bool:
-        """Return whether gradients have come since the last step, from any loss."""
+        """Return whether gradients of any loss have arrived since the last step."""
         return bool(self.pending) or _has_gradients(self._trained())
 
     def forget_pass(self) -> None:
-        """Forget a pass that an exception has ended."""
+        """Forget a pass that ended with an exception."""
         self._noted = None
         self._trained().sharded.param_grads.rescale(1.0)
 
     def forget(self) -> None:
-        """Start to count again: a step was taken, or the gradients were dropped."""
+        """Reset the counts after a step, or after the gradients were dropped."""
         if self._noted is not None:
             self.forget_pass()
         self.pending = 0
@@ -326,7 +327,7 @@ class BackwardPasses:
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:
-        """Reduce nothing inside the block, which is not nested, and in which no step is taken."""
+        """Reduce nothing inside the block. It cannot be nested or contain a step."""
         self.require_outside(
             "engine.no_sync", "no_sync context manager reentry is unsupported, also inside coalesce_grad_reduction()"
         )
@@ -347,7 +348,7 @@ class BackwardPasses:
             self.cut_off = False
         finally:
             self.syncs = True
-        engine = self._trained()  # after an exception the other ranks may not come here
+        engine = self._trained()  # skipped after an exception: other ranks may not get here
         if self.pending and (
             engine.is_gradient_accumulation_boundary() or engine.sharded.plan.reduces_every_micro_batch
         ):
@@ -357,19 +358,18 @@ class BackwardPasses:
     def require_outside(self, where: str, refusal: str) -> None:
         """Raise TrialError, with ``refusal``, inside a block that reduces nothing."""
         if not self.syncs:
-            raise TrialError(refusal, where=where, fix="End the block first: its gradients are reduced after it.")
+            raise TrialError(refusal, where=where, fix="End the block first: its gradients are reduced at its end.")
 
     def require_whole_blocks(self) -> None:
-        """Raise TrialError for a step inside a block that reduces nothing, and after an exception
-        has ended a block of :meth:`coalesced`: its gradients are those of a part of it, and are not
-        reduced."""
+        """Raise TrialError for a step inside a block that reduces nothing, or after an exception
+        ended a :meth:`coalesced` block: the gradients are incomplete and not reduced."""
         self.require_outside(
             "engine.step",
             "It is illegal to call Engine.step() inside no_sync context manager or coalesce_grad_reduction()",
         )
         if self.cut_off:
             raise TrialError(
-                "an exception has ended coalesce_grad_reduction(), so that gradients of this step are missing",
+                "an exception ended coalesce_grad_reduction(), so gradients of this step are missing",
                 where="engine.step",
                 fix="Call engine.zero_grad(), and repeat the micro-batches of this step.",
             )
@@ -378,9 +378,9 @@ class BackwardPasses:
         engine = self._engine()
         if engine is None:
             raise TrialError(
-                "an engine of this model does not exist any more, but the model still serves it",
+                "the engine of this model no longer exists, but its hooks are still on the model",
                 where="backward",
-                fix="Call its destroy() before another engine, or plain torch, trains the model; or build the model again.",
+                fix="Call the engine's destroy() before another engine, or plain torch, trains the model; or build the model again.",
             )
         return engine
 
@@ -389,8 +389,8 @@ def _has_gradients(engine: EngineAccessors) -> bool:
     return any(buffer.has_gradients or buffer.shard_filled for buffer in engine.sharded.grad_buffers)
 
 
-# Autograd holds hooks and callbacks where Python's garbage collector does not look; so they hold
-# the passes weakly.
+# Python's garbage collector cannot see hooks and callbacks inside autograd, so they reference the
+# passes weakly.
 
 
 def _note(passes: weakref.ref[BackwardPasses], grad: torch.Tensor) -> None:

@@ -141,7 +141,11 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     FILE`` with its name of ours, ``--zero_trial_config``. Returns the parser, as DeepSpeed does."""
     group = parser.add_argument_group("zero_trial", "configuration of zero_trial.initialize")
     group.add_argument(
-        "--deepspeed", "--zero_trial", default=False, action="store_true", help="accepted; initialize() alone decides"
+        "--deepspeed",
+        "--zero_trial",
+        default=False,
+        action="store_true",
+        help="accepted for compatibility, without effect",
     )
     group.add_argument(
         "--deepspeed_config", "--zero_trial_config", metavar="FILE", type=str, default=None, help="ds_config in JSON"
@@ -177,16 +181,16 @@ def require_mesh(mesh_param: Any, mesh: Mesh, config: DsConfig) -> None:
                 "ds_config and the mpu disagree about the ranks",
                 where=path,
                 got=size,
-                expected=f"{getattr(mesh.shape, axis)}, the {axis} axis around initialize(mpu=...)",
+                expected=f"{getattr(mesh.shape, axis)}, the size of the mpu's {axis} axis",
                 fix=f"Remove {path}, or leave mpu= out: the engine then builds the groups itself.",
             )
     if mesh_param is not None and tuple(mesh_param) != (mesh.data.size, 1):
         raise ConfigError(
-            "the mesh of the ranks is another one",
+            "mesh_param differs from the mesh of the ranks",
             where="initialize(mesh_param)",
             got=tuple(mesh_param),
-            expected=f"{(mesh.data.size, 1)}, that is no sequence parallelism",
-            fix='Leave it out, and set "mesh" in ds_config for hybrid sharding, pipelines and model parallelism.',
+            expected=f"{(mesh.data.size, 1)}: all data-parallel ranks, no sequence parallelism",
+            fix='Omit mesh_param, and set "mesh" in ds_config for hybrid sharding, pipelines and model parallelism.',
         )
 
 
@@ -251,7 +255,7 @@ class RepeatingLoader:
                 return batch
             self._batches = iter(self.loader)
         raise DataError(
-            "the loader yields nothing",
+            "the loader returned no batch",
             where=f"RepeatingLoader({type(self.loader).__name__})",
             expected="at least one batch",
         )

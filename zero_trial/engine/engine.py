@@ -187,10 +187,10 @@ class Engine(EngineAccessors):
         """
         if not self._managed and self._boundary is False:
             raise TrialError(
-                "every engine.step() updates the weights, and the boundary is set to False",
+                "every engine.step() updates the weights, but the accumulation boundary is set to False",
                 where="engine.step",
                 got="managed_gradient_accumulation: false",
-                fix="Call set_gradient_accumulation_boundary(True) before the last backward, or leave the key out.",
+                fix="Call set_gradient_accumulation_boundary(True) before the last backward, or remove the key.",
             )
         if self._passes.cut_off or not self._passes.syncs:
             self._passes.require_whole_blocks()
@@ -275,7 +275,7 @@ class Engine(EngineAccessors):
         elif self.mesh.rank == 0 and not self._warned:
             self._warned = True
             log.warning(
-                "optimizer.zero_grad() between the micro-batches of a step does nothing; engine.zero_grad() drops"
+                "optimizer.zero_grad() between the micro-batches of a step does nothing; call engine.zero_grad() to drop their gradients"
             )
 
     def _restart_accumulation(self, done: int) -> None:
@@ -286,13 +286,14 @@ class Engine(EngineAccessors):
                 "zero_grad() drops an unfinished accumulation for the second time without a step in between",
                 where="engine.zero_grad",
                 got=f"{done} of {wanted} micro-batches since step {self.global_steps}",
-                expected=f"{wanted} times backward() and step() before gradients are dropped",
-                fix="Remove the call: engine.step() clears the gradients itself. Called before every micro-batch, no step is ever taken.",
+                expected=f"{wanted} times backward() and step() before zero_grad()",
+                fix="Remove the call: engine.step() clears the gradients itself. If zero_grad() runs before every micro-batch, no optimizer step "
+                "is ever taken.",
             )
         self._restarted = True
         self.micro_steps -= done
         if self.mesh.rank == 0:
-            log.warning("zero_grad() after %d of %d micro-batches: the accumulation starts again", done, wanted)
+            log.warning("zero_grad() after %d of %d micro-batches: the accumulation starts over", done, wanted)
 
     # --- accumulation -----------------------------------------------------------------------------
 
@@ -323,10 +324,10 @@ class Engine(EngineAccessors):
         """
         if not self._managed:
             raise TrialError(
-                "the caller owns the accumulation boundary, so that all gradients are reduced at step() anyway",
+                "coalesce_grad_reduction() has no effect if the caller sets the accumulation boundary: all gradients are reduced at step()",
                 where="engine.coalesce_grad_reduction",
                 got="managed_gradient_accumulation: false",
-                fix="Leave the block out.",
+                fix="Remove the block.",
             )
         return self._passes.coalesced()
 

@@ -30,7 +30,7 @@ from zero_trial.util.text import listed
 
 log = logging.getLogger("zero_trial")
 
-_AFRESH = "Load with load_optimizer_states=False to start the optimizer afresh."
+_AFRESH = "Load with load_optimizer_states=False to start with fresh optimizer state."
 _STATE_KEYS = {
     *("counters", "loss_scaler", "scheduler", "optimizer", "groups"),
     *("scalars", "kinds", "reduction_order", "client"),
@@ -119,7 +119,7 @@ def find_checkpoint(world: AxisComm, directory: Path, tag: str | None) -> Checkp
             "no checkpoint is intact",
             where=str(directory),
             got=faults[-1],
-            fix="Load from another folder, or move the damaged checkpoints away to start afresh.",
+            fix="Load from another folder, or move the damaged checkpoints away to start from scratch.",
         )
     if reader is None and world.index == 0:
         log.warning("there is no checkpoint in %s: nothing is loaded", directory)
@@ -164,11 +164,11 @@ def _require_same_parts(engine: EngineAccessors, reader: CheckpointReader) -> No
     parts, own = reader.manifest.world.get("model_parts", 1), CheckpointNames(engine).parts
     if parts != own:
         raise CheckpointError(
-            "the checkpoint holds a model in another number of parallel parts",
+            "the checkpoint's model was split into a different number of parallel parts",
             where=str(reader.folder),
             got=parts,
             expected=own,
-            fix=f"Start with mesh.model: {parts}. Parts of a model that is parallel itself can only be joined by its own code.",
+            fix=f"Start with mesh.model: {parts}. Only the code of a model that is parallel itself can join its parts.",
         )
 
 
@@ -308,7 +308,7 @@ def _require_same_optimizer(
     mine, stored = optimizer.state_by_tensor.identity(), state["optimizer"]
     if stored is not None and mine["settings"] != stored["settings"]:
         raise CheckpointError(
-            "the checkpoint holds the state of another optimizer",
+            "the checkpoint holds the state of a different optimizer",
             where=str(reader.folder),
             got=stored["class"],
             expected=mine["class"],
@@ -317,17 +317,17 @@ def _require_same_optimizer(
     saved, own = ((facts or {}).get("states", "fp32") for facts in (stored, mine))
     if saved not in FORMATS:
         raise CheckpointError(
-            "the checkpoint's optimizer states are stored in a way that is not read",
+            "the checkpoint stores optimizer states in an unsupported format",
             where=str(reader.folder),
             got=saved,
             expected=" or ".join(FORMATS),
             fix=_AFRESH,
         )
     if saved != own and rank == 0:
-        log.info("the checkpoint's %s optimizer states become %s", saved, own)
+        log.info("the checkpoint's %s optimizer states are converted to %s", saved, own)
     if len(state["groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
-            "the checkpoint has another number of optimizer groups",
+            "the checkpoint has a different number of optimizer groups",
             where=str(reader.folder),
             got=len(state["groups"]),
             expected=len(optimizer.param_groups),
@@ -347,7 +347,7 @@ def _read_rank_state(engine: EngineAccessors, reader: CheckpointReader) -> None:
     saved, rank, size = reader.manifest.rank_state, engine.mesh.rank, engine.mesh.world.size
     lost = ["random generators start from this run's seed"] if len(saved) < size else []
     if names := sorted({name for own in saved for name in own["buffers"]}):
-        lost.append(f"buffers that differ between ranks have rank 0's values: {', '.join(names)}")
+        lost.append(f"buffers that differ between ranks get rank 0's values: {', '.join(names)}")
     if rank == 0 and lost and len(saved) != size:
         log.warning("checkpoint of %d ranks loaded on %d: %s", len(saved), size, "; ".join(lost))
     if len(saved) < size:
@@ -372,7 +372,7 @@ def refuse_deepspeed(directory: Path, tag: str | None) -> None:
         raise CheckpointError(
             "this is a checkpoint of DeepSpeed",
             where=str(folder),
-            fix=f"Make one of ours from it: zero-trial ckpt import {directory} NEW_FOLDER, and load that.",
+            fix=f"Convert it: zero-trial ckpt import {directory} NEW_FOLDER, and load the result.",
         )
 
 

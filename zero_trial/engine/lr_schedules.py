@@ -81,7 +81,7 @@ class LRSchedule:
         """Continue at a saved iteration, and write its values into the groups at once."""
         if "last_batch_iteration" not in state:
             raise CheckpointError(
-                "this is not the state of a schedule by DeepSpeed's name",
+                "this is not the state of one of DeepSpeed's schedules",
                 where="lr_scheduler",
                 got=sorted(state),
                 expected=["last_batch_iteration"],
@@ -289,7 +289,7 @@ class OneCycle(LRSchedule):
         groups = _with_groups(optimizer).param_groups
         self.cycle_momentum = cycle_momentum and all("betas" in group for group in groups)
         if cycle_momentum and not self.cycle_momentum:
-            log.warning("OneCycle: %s has no betas, its momentum is not cycled", type(optimizer).__name__)
+            log.warning("OneCycle: %s has no betas, so its momentum is not cycled", type(optimizer).__name__)
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[Rate]:
@@ -361,7 +361,7 @@ def build_scheduler(name: str, params: Mapping[str, Any] | None, optimizer: Any)
     except ConfigError:
         raise
     except (TypeError, ValueError) as refusal:
-        raise ConfigError(f"{name} cannot use its parameters", where=WHERE, got=str(refusal)) from refusal
+        raise ConfigError(f"{name} does not accept its parameters", where=WHERE, got=str(refusal)) from refusal
 
 
 def torch_scheduler_names() -> list[str]:
@@ -431,7 +431,7 @@ def _per_group(optimizer: Any, value: Any, key: str) -> list[Rate]:
 def _valid(value: Any, key: str, valid: bool, expected: str) -> Any:
     """Return ``value``. Raises ConfigError, which is a ValueError too, if it is not ``valid``."""
     if not valid:
-        raise _ParameterError("this value cannot be used", where=f"{WHERE}.{key}", got=repr(value), expected=expected)
+        raise _ParameterError("invalid value", where=f"{WHERE}.{key}", got=repr(value), expected=expected)
     return value
 
 
@@ -442,7 +442,7 @@ def _number(value: Any, key: str) -> Rate:
 
 def _length(value: Any, key: str, *, or_none: bool = False) -> float:
     number = float(_number(value, key))
-    _valid(number, key, number > 0 or (or_none and number == 0), "a number of steps")
+    _valid(number, key, number > 0 or (or_none and number == 0), "a number of steps above 0")
     return number
 
 
@@ -488,8 +488,8 @@ def require_one_scheduler(client: Any, settings: DsConfig) -> None:
             "there are two LR schedulers",
             where="initialize(lr_scheduler)",
             got=f"{getattr(client, '__name__', type(client).__name__)}, and {settings.scheduler.type} in ds_config",
-            expected="one of them",
-            fix='Leave lr_scheduler= out, or remove "scheduler" from ds_config.',
+            expected="only one of them",
+            fix='Omit lr_scheduler=, or remove "scheduler" from ds_config.',
         )
 
 
@@ -515,10 +515,11 @@ def lr_scheduler_of(optimizer: torch.optim.Optimizer | None, client: Any, where:
     if ours is not None and isinstance(theirs, torch.optim.Optimizer) and theirs.param_groups is not ours:
         kind = type(client).__name__
         raise ConfigError(
-            "the LR scheduler belongs to another optimizer than the engine's, and would change nothing",
+            "the LR scheduler changes a different optimizer, not the engine's, so it would have no effect",
             where=where,
             got=f"{kind} of {type(theirs).__name__}",
-            fix=f"Give a function of the optimizer: lr_scheduler=lambda optimizer: {kind}(optimizer, ...); or pass that optimizer as well.",
+            fix=f"Pass a function of the optimizer: lr_scheduler=lambda optimizer: {kind}(optimizer, ...); or also pass the scheduler's "
+            "optimizer to initialize().",
         )
     return client
 
@@ -527,14 +528,17 @@ def _made_lr_scheduler(make: Any, optimizer: torch.optim.Optimizer, where: str) 
     """Return what the client's class or function makes of ``optimizer``. Raises ConfigError where
     that is no LR scheduler: every learning rate would silently stay as it is."""
     name = getattr(make, "__name__", type(make).__name__)
-    fix = f"Give a function that returns one: lr_scheduler=lambda optimizer: {name if isinstance(make, type) else 'StepLR'}(optimizer, ...)."
+    kind = name if isinstance(make, type) else "StepLR"
+    fix = f"Pass a function that returns a scheduler: lr_scheduler=lambda optimizer: {kind}(optimizer, ...)."
     if not callable(make):
         raise ConfigError("this is neither an LR scheduler nor callable", where=where, got=repr(make), fix=fix)
     if isinstance(make, type):
         try:
             inspect.signature(make).bind(optimizer)
         except TypeError as error:
-            raise ConfigError(f"{name} cannot be made of the optimizer alone: {error}", where=where, fix=fix) from None
+            raise ConfigError(
+                f"{name} cannot be built from the optimizer alone: {error}", where=where, fix=fix
+            ) from None
     made = make(optimizer)
     if isinstance(made, type) or not hasattr(made, "step"):
         raise ConfigError("this callable does not return an LR scheduler", where=where, got=repr(made), fix=fix)
@@ -557,7 +561,7 @@ def stepped_by_engine(lr_scheduler: Any, given: Mapping[str, Any]) -> Any:
         f"the LR scheduler cannot be stepped without {', '.join(missing)}",
         where="engine.step(lr_kwargs)",
         got=f"{type(lr_scheduler).__name__} and {', '.join(given)}",
-        fix=f"Add {{{entries}}}, or leave lr_kwargs out, and call engine.lr_scheduler.step({', '.join(missing)}) yourself.",
+        fix=f"Add {{{entries}}}, or omit lr_kwargs, and call engine.lr_scheduler.step({', '.join(missing)}) yourself.",
     )
 
 
@@ -567,8 +571,8 @@ def log_who_steps(lr_scheduler: Any) -> None:
         return
     if missing := missing_arguments(lr_scheduler, {}):
         log.warning(
-            "%s needs %s to step, so that engine.step() leaves it alone: call engine.lr_scheduler.step(%s) after a validation, "
-            "say, with the same values on every rank, or engine.step(lr_kwargs={...})",
+            "step() of %s needs %s, so engine.step() does not call it: call engine.lr_scheduler.step(%s) yourself, e.g. after a validation, with "
+            "the same values on every rank, or pass engine.step(lr_kwargs={...})",
             *(type(lr_scheduler).__name__, " and ".join(missing), ", ".join(missing)),
         )
 

@@ -363,10 +363,10 @@ def memory_line(engine: EngineAccessors, device: torch.device) -> str:
         of = torch_module(device)
         sizes = (of.memory_allocated(device), of.max_memory_allocated(device), of.memory_reserved(device))
         now, most, reserved = (f"{size / 2**20:.1f} MiB" for size in sizes)
-        return f"memory: {states}; {device} {now} allocated, {most} at most, {reserved} reserved"
+        return f"memory: {states}; {device} {now} allocated, {most} peak, {reserved} reserved"
     unit = 1 if sys.platform == "darwin" else 1024  # what ru_maxrss counts in
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return f"memory: {states}; process {peak / 2**20:.1f} MiB resident at most"
+    return f"memory: {states}; process {peak / 2**20:.1f} MiB peak resident"
 
 
 def memory_table(engine: EngineAccessors) -> str:

@@ -272,7 +272,7 @@ def _elements(params: Sequence[torch.Tensor], ranks: int) -> int:
 
 def _all_or_none(mesh: Mesh, act: Callable[[], T], label: str) -> T:
     """Return what ``act`` returns; where it fails on one rank, the others raise StorageError."""
-    sentence = "another rank has no place for its state"
+    sentence = "another rank could not allocate space for offloaded state"
     return fail_together(mesh.world, act, label, lambda fault: StorageError(sentence, where=label, got=fault))
 
 
@@ -283,12 +283,12 @@ def offload_line(engine: Engine) -> str | None:
     wishes = {"optimizer state": zero.offload_optimizer, "parameters": zero.offload_param}
     stays = [what for what, section in wishes.items() if section is not None and section.device == "cpu"]
     if stays and on_cpu:
-        lines.append(f"{' and '.join(stays)} already in host memory, because this rank computes there")
+        lines.append(f"{' and '.join(stays)} already in host memory, because this rank trains on the CPU")
     if isinstance(store, UpdateStore):
         masters = store.homes.masters
         mib = [buffer.near.nbytes / 2**20 for buffer in store.ring]
         if not (on_cpu or store.buffers):
-            lines.append(f"updates run on the CPU; {sum(mib):.1f} MiB of buffers between it and {engine.device}")
+            lines.append(f"updates run on the CPU; {sum(mib):.1f} MiB of buffers between the CPU and {engine.device}")
         if isinstance(masters, RegionFile):
             buffers = f"{len(mib)} buffers of {mib[0]:.1f} MiB" if mib else "mapped while whole tensors are updated"
             lines.append(f"{_describe(masters, 'masters and optimizer state')}; {buffers}")
@@ -306,13 +306,13 @@ def _of_parameters(engine: Engine) -> str:
             file = group.offloaded.place.region
         else:
             here += group.layout.shard_numel if engine.sharded.plan.gathers_parameters else group.layout.numel
-    why = "all parameters stay in memory: max_in_cpu and stage3_param_persistence_threshold hold them"
+    why = "all parameters stay in memory because of max_in_cpu and stage3_param_persistence_threshold"
     return f"{_describe(file, 'parameters') if isinstance(file, RegionFile) else why}; {here:,} elements stay in memory"
 
 
 def _describe(file: RegionFile, what: str) -> str:
-    how = ["past the page cache" if file.direct else "through the page cache: the file system has no O_DIRECT"]
+    how = ["bypassing the page cache" if file.direct else "through the page cache: the file system has no O_DIRECT"]
     kinds = {file_system_of(folder) for folder in file.folders}
-    how += [f"{kind} is memory: this saves none" for kind in sorted(kinds & IN_MEMORY)]
+    how += [f"{kind} is in memory, so this saves none" for kind in sorted(kinds & IN_MEMORY)]
     where = ", ".join(map(str, file.folders))
     return f"{file.size / 2**20:.1f} MiB of {what} per rank in {where} ({', '.join(how)})"

@@ -198,11 +198,11 @@ def again(optimizer: torch.optim.Optimizer) -> Make:
 
     def make(groups: Groups) -> torch.optim.Optimizer:
         if steps_otherwise(optimizer):
-            raise TypeError("hooks or a step of its own were added to this object")
+            raise TypeError("this object has hooks or a replaced step()")
         other = type(optimizer)(groups, **settings)
         for key, value in own.items():
             if _is_plain(value) and key in vars(other) and vars(other)[key] != value:
-                raise TypeError(f"{key} is {value}, and {vars(other)[key]} in another one")
+                raise TypeError(f"{key} is {value} here, and {vars(other)[key]} in a new instance")
         return other
 
     return make
@@ -236,10 +236,10 @@ def regrouped(optimizer: torch.optim.Optimizer, groups: Groups, known: Mapping[i
     strangers = sum(id(param) not in known for group in optimizer.param_groups for param in group["params"])
     if strangers:
         raise ConfigError(
-            "this callable builds an optimizer over other tensors than it is given",
+            "this callable builds an optimizer over tensors other than those passed to it",
             where="initialize(optimizer)",
             got=f"{strangers} of {type(optimizer).__name__} that are not in the groups",
-            expected="an optimizer over the groups that are the callable's argument",
+            expected="an optimizer over the groups passed to the callable",
             fix="Use the argument: initialize(optimizer=lambda groups: ...). Choose parameters with model_parameters.",
         )
     made = [[known[id(each)] for each in group["params"] if id(each) in known] for group in optimizer.param_groups]
@@ -307,7 +307,7 @@ def plan_optimizer(
     name = type(base).__name__
     if settings.optimizer is not None and mesh.rank == 0:
         log.warning(
-            "initialize(optimizer=...): %s is used, as in DeepSpeed, and not %s of ds_config: remove one of the two",
+            "initialize(optimizer=...): using %s, as DeepSpeed does, instead of %s from ds_config: remove one of the two",
             *(name, settings.optimizer.type),
         )
     refuse_closures(base)
@@ -317,10 +317,10 @@ def plan_optimizer(
     hooked = steps_otherwise(base)
     if own and hooked:
         raise ConfigError(
-            "hooks, or a step of its own, were added to this optimizer, and its one pass over gradients calls neither",
+            "this optimizer has hooks or a replaced step(), and its single pass over the gradients calls neither",
             where="optimizer",
             got=name,
-            fix="Use torch's class (torch.optim.AdamW), whose hooks run, or remove them.",
+            fix="Use torch's class (torch.optim.AdamW), which runs hooks, or remove them.",
         )
     if isinstance(base, Muon):
         whole = frozenset(index for index, group in enumerate(base.param_groups) if group["use_muon"])
@@ -333,8 +333,8 @@ def plan_optimizer(
     one_owner = bool(whole) and not own and type(base) not in _BY_TENSOR and _one_owner(make, given, name, mesh)
     if whole and not own and not one_owner and mesh.shard.size > 1 and mesh.rank == 0:
         log.info(
-            "%s is not known to work element by element: each tensor is updated whole by one rank. If it does, "
-            "zero_optimization.elementwise_optimizer true (or elementwise = True on the class) cuts them evenly",
+            "%s is not known to work element by element, so one rank updates each whole tensor. If it does work element by element, "
+            "zero_optimization.elementwise_optimizer true (or elementwise = True on the class) splits tensors evenly",
             name,
         )
     return OptimizerPlan(
@@ -361,7 +361,7 @@ def _by_name(groups: Groups, model: nn.Module, settings: DsConfig, mesh: Mesh, s
         whole = frozenset(index for index, group in enumerate(groups) if group["use_muon"])
         if mesh.rank == 0:
             count, chosen = sum(len(group["params"]) for group in groups), sum(len(groups[i]["params"]) for i in whole)
-            log.info("Muon trains %d of %d tensors, AdamW the others (param.use_muon decides)", chosen, count)
+            log.info("Muon trains %d of %d tensors, AdamW trains the others (param.use_muon decides)", chosen, count)
     else:
         whole = frozenset(
             range(len(groups)) if needs_whole_tensors(spec.optimizer_class, offloaded=offloads(settings)) else ()
@@ -377,7 +377,7 @@ def _require_fp32_masters(states: str, model: nn.Module, groups: Groups) -> None
     double = (name for name, p in model.named_parameters() if id(p) in trained and p.dtype == torch.float64)
     if (name := next(double, None)) is not None:
         raise ConfigError(
-            "optimizer states in bf16 are for masters in fp32",
+            "optimizer states in bf16 require fp32 masters",
             where="data_types.optimizer_states",
             got=f"{states}, and {name} in float64",
             fix="Remove the key, or train the parameter in fp32.",
@@ -390,21 +390,21 @@ def _one_owner(make: Make, groups: Groups, name: str, mesh: Mesh) -> bool:
     parts = mesh.pipe.size > 1 or mesh.model_part[1] > 1
     if couples and parts:
         raise ConfigError(
-            "the update of one tensor depends on the others, and no rank has all tensors of the model",
+            "the update of one tensor depends on the others, but no rank has all tensors of the model",
             where="optimizer",
             got=f"{name} with mesh.pipe {mesh.pipe.size}, {mesh.model_part[1]} parts of the model",
-            fix="Use mesh.pipe 1 and mesh.model 1, an optimizer that updates each tensor by itself, "
-            "or gradient_clipping in place of a norm inside step().",
+            fix="Use mesh.pipe 1 and mesh.model 1, an optimizer that updates each tensor independently, or gradient_clipping instead of a norm "
+            "inside step().",
         )
     if couples is False:
         return False
     if mesh.rank == 0 and (parts or mesh.shard.size > 1):
         found = "couples tensors (the update of one depends on others)"
         if couples is None:
-            found = f"could not be tried out before training ({why}), and the update of one of its tensors may depend on others"
-        so = f"rank {mesh.shard.ranks[0]} updates all of them, and holds all of the optimizer state"
+            found = f"could not be tested before training ({why}); the update of one tensor may depend on others"
+        so = f"rank {mesh.shard.ranks[0]} updates all tensors, and holds all of the optimizer state"
         if parts:
-            so = "it would be wrong, because no rank has all tensors (mesh.pipe, mesh.model)"
+            so = "training would be wrong, because no rank has all tensors (mesh.pipe, mesh.model)"
         log.warning("%s %s: %s", name, found, so)
     return not parts
 
@@ -439,8 +439,8 @@ def made_by_client(plan: OptimizerPlan, weights: list[list[nn.Parameter]]) -> to
 def unbuildable(fault: str) -> ConfigError:
     """Return the error for a callable that fails on some rank."""
     return ConfigError(
-        "this callable fails with the tensors of one rank: each rank gets those that it owns, not all",
+        "this callable fails with the tensors of one rank: each rank passes only the tensors that it owns",
         where="initialize(optimizer)",
         got=fault,
-        fix='Use zero_optimization.stage 0, or let it accept any tensors; for Muon beside AdamW "optimizer": {"type": "Muon"}.',
+        fix='Use zero_optimization.stage 0, or make the callable accept any tensors; for Muon with AdamW, "optimizer": {"type": "Muon"}.',
     )

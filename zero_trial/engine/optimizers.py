@@ -51,10 +51,10 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterabl
     if strangers:
         where = "optimizer" if isinstance(optimizer, torch.optim.Optimizer) else "model_parameters"
         raise ConfigError(
-            "these are not all parameters of the model",
+            "the optimizer has parameters that do not belong to the model",
             where=where,
-            got=f"{strangers} trainable ones that it does not have",
-            fix="Make their module a part of the model that is given to initialize(); it then trains with the model.",
+            got=f"{strangers} trainable parameters that the model does not have",
+            fix="Register their module in the model passed to initialize(); they are then trained with the model.",
         )
     return groups
 
@@ -75,15 +75,15 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     twice = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")  # SAM in all its forms
     if required or twice or isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
-            "this optimizer calls the model several times per step (a closure), which a step after backward cannot do",
+            "this optimizer calls the model several times per step (a closure), which is impossible after backward",
             where="optimizer",
             got=f"{name}, whose step() needs a closure",
-            expected="an optimizer whose step() works on the gradients that are there",
+            expected="an optimizer whose step() only needs the existing gradients",
             fix=f"Use AdamW or another first-order optimizer, or train with {name} in plain torch on one process.",
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError(
-            "this optimizer takes sparse gradients, and gradients here are dense",
+            "this optimizer needs sparse gradients, but gradients here are dense",
             where="optimizer",
             got=name,
             fix="Use AdamW, and build the embedding with sparse=False.",
@@ -187,7 +187,7 @@ class OptimizerSpec:
         except ConfigError:
             raise
         except (ValueError, TypeError, RuntimeError) as refusal:
-            raise ConfigError(f"{self.name} refuses its parameters", where=WHERE, got=str(refusal)) from refusal
+            raise ConfigError(f"{self.name} does not accept its parameters", where=WHERE, got=str(refusal)) from refusal
 
     def _native(self, groups: list[Any]) -> bool:
         """Return whether our kernels do all that is asked for, on every one of these tensors."""
@@ -216,10 +216,10 @@ def wanted_states(settings: DsConfig, optimizer: Any) -> str | None:
     wanted = asked if asked is not None else "bf16" if settings.bf16.bf16_optimizer_states else None
     if wanted is not None and optimizer is not None:
         raise ConfigError(
-            "a client's optimizer stores its states itself",
+            "this key does not apply to an optimizer passed to initialize()",
             where="data_types.optimizer_states" if asked is not None else "bf16.bf16_optimizer_states",
             got=wanted,
-            fix=f'Name the optimizer in ds_config, or remove the key and pass FusedAdam(states="{wanted}") or another of '
+            fix=f'Name the optimizer in ds_config, or remove the key and pass FusedAdam(states="{wanted}") or another optimizer of '
             "zero_trial.ops.",
         )
     return wanted
@@ -235,11 +235,11 @@ def _check_states(spec: OptimizerSpec, settings: Iterable[Mapping[str, Any]]) ->
     if given or no_momentum or not packs or spec.optimizer_class is Muon:
         variant = " without momentum" if no_momentum else f" with {', '.join(sorted(given))}" if given else ""
         raise ConfigError(
-            f"{spec.name}{variant} does not store its states in bf16",
+            f"{spec.name}{variant} cannot store its states in bf16",
             where="data_types.optimizer_states",
             got=spec.states,
-            expected="Adam, AdamW, Lion, Adagrad, or SGD with momentum, each in its plain form",
-            fix="Use one of these, or remove the key (bf16.bf16_optimizer_states and fp32_optimizer_states: false, too).",
+            expected="Adam, AdamW, Lion, Adagrad, or SGD with momentum, each in its plain variant",
+            fix='Use one of these, or remove the key (also bf16.bf16_optimizer_states and "fp32_optimizer_states": false).',
         )
 
 
@@ -265,7 +265,7 @@ def resolve_optimizer(name: str, params: Mapping[str, Any] | None = None, states
                 where=f"{WHERE}.fp32_optimizer_states",
                 got="false, which means bf16",
                 expected=states,
-                fix="Keep one of the two.",
+                fix="Keep only one of the two.",
             )
         states = "bf16"
     if "max_grad_norm" in given:
@@ -312,7 +312,7 @@ def _lion(name: str, given: dict[str, Any]) -> OptimizerSpec:
 
 def _lamb(name: str, given: dict[str, Any]) -> OptimizerSpec:
     _answer(given, "eps_inside_sqrt", False, "eps is added outside the square root")
-    _answer(given, "amsgrad", False, "LAMB has no amsgrad form")
+    _answer(given, "amsgrad", False, "LAMB has no amsgrad variant")
     return _spec(name, FusedLamb, given, _LAMB_NOTE)
 
 
@@ -321,9 +321,9 @@ _MUON_ONLY = ("nesterov", "ns_steps", "ns_coefficients")
 
 
 def _muon(name: str, given: dict[str, Any]) -> OptimizerSpec:
-    note = "Muon trains hidden matrices, AdamW everything else"
+    note = "Muon trains hidden matrices, AdamW trains all other parameters"
     if given.pop("ns_method", "standard") == "gram":
-        note += "; ns_method gram is computed by the standard iteration, which gives the same matrix"
+        note += "; ns_method gram uses the standard iteration, which gives the same matrix"
     known = ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", *_MUON_ONLY)
     faults = unknown_parameters(name, WHERE, given, (*known, "ns_method"))
     faults += _not_numbers(given, ("lr", "muon_lr", "adam_lr", "eps", "weight_decay", "momentum"))
@@ -333,8 +333,8 @@ def _muon(name: str, given: dict[str, Any]) -> OptimizerSpec:
 
 
 _LAMB_NOTE = (
-    "LAMB corrects the bias of its moments, as in the paper; DeepSpeed 0.19.8 scales the whole step by "
-    "sqrt(1 - beta2^t) / (1 - beta1^t) instead, so early steps are shorter there"
+    "LAMB corrects the bias of its moments, as in the paper; DeepSpeed 0.19.8 instead scales the whole step by sqrt(1 - beta2^t) / (1 - "
+    "beta1^t), so its early steps are shorter"
 )
 
 
@@ -344,7 +344,7 @@ def _one_bit(base: str, rule: Callable[[str, dict[str, Any]], OptimizerSpec]) ->
     def resolve(name: str, given: dict[str, Any]) -> OptimizerSpec:
         dropped = [key for key in COMPRESSION if given.pop(key, None) is not None]
         spec = rule(base, given)
-        note = f"{name}: gradients are not compressed; trained as {base}"
+        note = f"{name}: gradients are not compressed; {base} is used"
         note += f" without {', '.join(dropped)}" if dropped else ""
         return replace(spec, name=name, note=note)
 
@@ -377,7 +377,7 @@ _DEEPSPEED: dict[str, Callable[[str, dict[str, Any]], OptimizerSpec]] = {
 
 
 _REFUSED_TORCH = {name: REFUSED_OPTIMIZERS[name] for name in ("LBFGS", "SparseAdam")} | {
-    "Optimizer": "it is the base class"
+    "Optimizer": "it is the base class of all optimizers"
 }
 
 
@@ -423,7 +423,7 @@ def _answer(given: dict[str, Any], key: str, only: bool, reason: str) -> None:
     """Take a DeepSpeed parameter with one possible value, ``only``; others are refused."""
     value = given.pop(key, only)
     if value is not only:
-        raise ConfigError(reason, where=f"{WHERE}.{key}", got=value, expected=only, fix="Leave it out.")
+        raise ConfigError(reason, where=f"{WHERE}.{key}", got=value, expected=only, fix="Remove it.")
 
 
 def _is_number(value: object) -> bool:

@@ -86,10 +86,10 @@ def with_stages(config: DsConfig, model: nn.Module) -> DsConfig:
     if not isinstance(model, PipelineModule):
         if config.mesh.pipe > 1:
             raise ConfigError(
-                "only a PipelineModule can be cut into pipeline stages",
+                "only a PipelineModule can be split into pipeline stages",
                 where="mesh.pipe",
                 got=f"{config.mesh.pipe} stages for a {type(model).__name__}",
-                fix="Make it a zero_trial.PipelineModule, or remove mesh.pipe.",
+                fix="Wrap the layers in a zero_trial.PipelineModule, or remove mesh.pipe.",
             )
         return config
     if model.num_stages is None or model.num_stages == config.mesh.pipe:
@@ -114,10 +114,11 @@ def build_layers(model: PipelineModule, config: DsConfig, mesh: Mesh, *, has_par
     same = (model.placement, model.stage_id, model.partition_method) == (placement, stage, method)
     if model.built and not same and has_parameters:
         raise ConfigError(
-            "the layers that the optimizer was given are not those that this schedule needs here",
+            "the optimizer's layers are not those that this schedule places on this rank",
             where="pipeline.schedule",
             got=f"{settings.schedule} with {settings.chunks_per_rank} chunks per rank, partition {method}",
-            fix=f"Give PipelineModule(placement=..., partition_method={method!r}) the same, or leave model_parameters out: all train.",
+            fix=f"Build PipelineModule(placement=..., partition_method={method!r}) for this schedule, or omit model_parameters to train all "
+            "parameters.",
         )
     model.build(
         placement,
@@ -134,11 +135,11 @@ def _check_topology(model: PipelineModule, mesh: Mesh) -> None:
     stage = int(topology.get_coord(mesh.rank).pipe)
     if stage != mesh.coordinates["pipe"]:
         raise ConfigError(
-            "the topology places this rank at another pipeline stage than the mesh does",
+            "the topology puts this rank at a different pipeline stage than the mesh",
             where="PipelineModule(topology)",
             got=f"rank {mesh.rank} at stage {stage}",
             expected=f"stage {mesh.coordinates['pipe']}",
-            fix="Let pipe be the topology's first axis, as in PipeDataParallelTopology.",
+            fix="Make pipe the topology's first axis, as in PipeDataParallelTopology.",
         )
 
 

@@ -244,7 +244,7 @@ class PipelineEngine(Engine):
 
     def _read(self, wanted: int) -> StepInput:
         if self._failed:
-            raise TrialError("this pipeline has failed before", where="PipelineEngine", got=self._failed)
+            raise TrialError("this pipeline failed in an earlier call", where="PipelineEngine", got=self._failed)
         iterator = self._iterator
         if iterator is None and self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)

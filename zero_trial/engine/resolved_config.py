@@ -66,11 +66,11 @@ def resolve_config(config: DsConfig, data_parallel_size: int, device: str = "cpu
     plan = plan_for_stage(zero.stage, reduce_every=zero.reduce_every, reshard_after=zero.reshard_after, home=home)
     if zero.set_grads_to_none and plan.grads is Lifetime.ALWAYS:
         raise ConfigError(
-            "full gradients always live at this stage, in one buffer that peers read in place",
+            "full gradients always live at this stage, in one buffer that other ranks read directly",
             where="zero_optimization.set_grads_to_none",
             got=f"stage {zero.stage}",
             expected="stage 2 or 3",
-            fix="Remove the key, or use stage 2, which moves as much.",
+            fix="Remove the key, or use stage 2, which communicates the same volume.",
         )
     return ResolvedConfig(
         plan=plan,
@@ -103,7 +103,7 @@ def _policy(config: DsConfig, accumulation: int) -> DtypePolicy:
     fp16, bf16 = config.fp16, config.bf16
     if fp16.enabled and bf16.enabled:
         raise ConfigError(
-            "fp16 and bf16 are both enabled", where="bf16.enabled", fix="Keep one; bf16 needs no loss scale."
+            "fp16 and bf16 are both enabled", where="bf16.enabled", fix="Keep only one; bf16 needs no loss scale."
         )
     policy = dtype_policy(
         "fp16" if fp16.enabled else "bf16" if bf16.enabled else "fp32",

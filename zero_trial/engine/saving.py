@@ -189,11 +189,11 @@ def folder_of(directory: Any, where: str) -> Path:
     """Return ``directory`` as a path. Raises ConfigError for None and for ""."""
     if directory is None or str(directory) == "":
         raise ConfigError(
-            "there is no directory",
+            "the directory is an empty string",
             where=where,
             got=repr(directory),
             expected="a path",
-            fix='Give one, "." for the working directory.',
+            fix='Pass a path, e.g. "." for the working directory.',
         )
     return Path(directory)
 
@@ -240,9 +240,7 @@ def _save(
     if engine.mesh.rank == 0:
         _warn_of_other_runs(engine, directory)
     if (pending := engine.pending_micro_batches()) and engine.mesh.rank == 0:
-        text = (
-            "save_checkpoint after %d of %d micro-batches: the checkpoint is that of step %d, without their gradients"
-        )
+        text = "save_checkpoint after %d of %d micro-batches: the checkpoint is of step %d, without their gradients"
         log.warning(text, pending, engine.gradient_accumulation_steps(), engine.global_steps)
     engine.sharded.full_params.end_names()
     _warn_of_own_rates(engine)
@@ -306,8 +304,8 @@ def _warn_of_own_rates(engine: EngineAccessors) -> None:
     odd = next((index for index, rates in enumerate(everyone) if rates != everyone[0]), 0)
     if odd and data.index == 0:
         log.warning(
-            "step %d: the learning rates are %s on rank %d and %s on rank %d, so that their weights drift apart at ZeRO stage 0, and "
-            "parts of a weight have different rates above. Step a scheduler with the same metric on every rank",
+            "step %d: the learning rates are %s on rank %d and %s on rank %d. The ranks' weights diverge at ZeRO stage 0; above it, parts of a "
+            "weight train at different rates. Call the scheduler's step() with the same metric on every rank",
             *(engine.global_steps, everyone[0], data.ranks[0], everyone[odd], data.ranks[odd]),
         )
 
@@ -361,9 +359,9 @@ def _whole_states(engine: EngineAccessors) -> tuple[dict[str, Any], list[Slice]]
             return trees, slices
         if (inner := _inner_optimizer(optimizer.base)) is not None:
             raise CheckpointError(
-                "this optimizer keeps state in another one inside it, which a checkpoint would lose",
+                "this optimizer keeps state in an optimizer nested inside it, which a checkpoint would lose",
                 where=f"{type(optimizer.base).__name__}.{inner}",
-                fix="Save the weights alone with engine.save_16bit_model, or train with one optimizer.",
+                fix="Save only the weights with engine.save_16bit_model, or train with a single optimizer.",
             )
         optimizer.state_by_tensor.refuse_lost_states()
         for name, state in optimizer.state_by_tensor.whole_states():
@@ -453,9 +451,9 @@ def _same_everywhere(engine: EngineAccessors, tag: str) -> str:
     tags: list[str] = engine.mesh.world.gather_json(tag, "save_checkpoint called by every rank")
     validation = engine.config.checkpoint.tag_validation
     if len(set(tags)) > 1 and validation != "Ignore":
-        fix = 'Give every rank the same tag, or set checkpoint.tag_validation to "Ignore" to save under that of rank 0.'
+        fix = 'Pass the same tag on every rank, or set checkpoint.tag_validation to "Ignore" to use rank 0\'s tag.'
         fault = CheckpointError(
-            "ranks save under different tags",
+            "ranks passed different tags",
             where="save_checkpoint(tag)",
             got=", ".join(map(repr, tags)),
             expected="one tag",

@@ -171,7 +171,7 @@ def read_settings(args: Any, model: nn.Module | None, config: Any, config_params
     settings = source if isinstance(source, DsConfig) else read_ds_config(source, hints=hints_of(args, model))
     if given is not None and by_args is not None and by_args != given:
         # scripts read the file of their arguments, change it, and pass both
-        line = "initialize(): config= is used as it is; args.deepspeed_config, given as well, is not read"
+        line = "initialize(): using config=; the args.deepspeed_config that was also passed is ignored"
         settings = replace(settings, warnings=(*settings.warnings, line))
     return model, with_stages(settings, model)
 
@@ -181,7 +181,7 @@ def given_once(**names: Any) -> Any:
     several are given: they are names of one thing."""
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
-        raise ConfigError("two names of one argument", where="initialize()", got=" and ".join(given), fix="Pass one.")
+        raise ConfigError("two names for one argument", where="initialize()", got=" and ".join(given), fix="Pass one.")
     return names[given[0]] if given else None
 
 
@@ -189,10 +189,10 @@ def first_weights(weights: Any, prefix: Any) -> tuple[Path, str] | None:
     """Return source and prefix of first values; None without a file. Raises ConfigError."""
     if not isinstance(prefix, str) or (weights is None and prefix):
         raise ConfigError(
-            "the prefix belongs to no weights" if weights is None else "the prefix of weights is not a text",
+            "weights_prefix= without weights=" if weights is None else "weights_prefix is not a string",
             where="initialize(weights_prefix)",
             got=repr(prefix),
-            fix="Pass weights= with it, or leave it out." if weights is None else None,
+            fix="Pass weights= with it, or omit it." if weights is None else None,
         )
     if weights is None:
         return None
@@ -358,12 +358,12 @@ def agree_on_kernels(world: AxisComm) -> None:
     why = f"rank {world.ranks[blind]} has none ({everyone[blind]['why']})"
     if any(row["strict"] for row in everyone):
         raise KernelUnavailable(
-            "not every rank has native kernels, and all must compute alike",
+            "not every rank has native kernels, but all must compute identically",
             where="ZERO_TRIAL_OPS=native",
             got=why,
-            fix="Fix that rank, or set it to auto.",
+            fix="Fix that rank, or set the key to auto.",
         )
     if backend().native is not None:
         backend().withdraw(why)
     if world.index == 0:
-        log.warning("CPU kernels run as plain torch on all ranks, so that they compute alike: %s", why)
+        log.warning("all ranks use plain torch instead of CPU kernels, so that they compute identically: %s", why)

@@ -39,11 +39,11 @@ def require_initialized(model: nn.Module) -> None:
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             raise ConfigError(
-                "a lazy module has not seen an input, and has no shapes",
+                "a lazy module has not seen an input yet, so its shapes are unknown",
                 where=f"initialize(model): {name}",
                 got=f"{type(tensor).__name__} of {type(model.get_submodule(name.rpartition('.')[0])).__name__}",
                 expected="parameters with shapes",
-                fix="Run one forward before initialize(), on one batch: with torch.no_grad(): model(inputs).",
+                fix="Run one forward pass before initialize(), on one batch: with torch.no_grad(): model(inputs).",
             )
 
 
@@ -57,11 +57,11 @@ def require_not_wrapped(model: nn.Module) -> None:
         of_torch = (base.__name__ for base in bases if base.__module__.partition(".")[0] == "torch")
         if kind := next((base for base in of_torch if base in _REDUCING), None):
             raise ConfigError(
-                f"the model is wrapped in torch's {kind}, and the engine does what that does",
+                f"the model is wrapped in torch's {kind}, which duplicates what the engine does",
                 where=f"initialize(model){f': {name}' if name else ''}",
                 got=kind,
                 expected="the module itself",
-                fix="Leave fully_shard() out." if kind == "FSDPModule" else f"Give model.module, or leave {kind} out.",
+                fix="Remove fully_shard()." if kind == "FSDPModule" else f"Pass model.module, or remove {kind}.",
             )
 
 
@@ -70,9 +70,9 @@ def require_no_engine(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if isinstance(param, FreedParameter) and isinstance(owner_of_param(param), FullParams):
             raise ConfigError(
-                "the model belongs to another engine, which has its values (ZeRO stage 3, offload_param)",
+                "the model belongs to another engine, which holds its values (ZeRO stage 3, offload_param)",
                 where=f"initialize(model): {name}",
-                got="an engine that was made of this model before, and not destroyed",
+                got="an earlier engine of this model that was not destroyed",
                 expected="a model without an engine",
                 fix="Call destroy() of that engine first, on every rank, or build the model again.",
             )
@@ -88,18 +88,14 @@ def require_no_max_norm(model: nn.Module, trained: Iterable[nn.Parameter], ranks
         if freed or (ranks > 1 and id(module.weight) in ids):
             many = f"{ranks} data-parallel ranks" if ranks > 1 else "one rank"
             raise ConfigError(
-                "max_norm edits the weight in forward, in the rows of this rank's tokens: "
-                + (
-                    "the weight is freed after use, and edits are lost"
-                    if freed
-                    else "the copies of the ranks would drift apart"
-                ),
+                "max_norm edits the weight in forward, only in the rows of this rank's tokens: "
+                + ("the weight is freed after use, and edits are lost" if freed else "the ranks' copies would diverge"),
                 where=f"initialize(model): {f'{name}.' if name else ''}max_norm",
                 got=f"{type(module).__name__}(max_norm={module.max_norm:g}) on {many}",
                 expected="max_norm=None, or one rank at ZeRO stage 0 to 2 without offload_param",
-                fix="Leave max_norm out and bound the norm of what forward returns, which edits nothing: "
-                "torch.renorm(out.flatten(0, -2), 2, 0, max_norm).view_as(out), or F.normalize(out, dim=-1); for an "
-                "EmbeddingBag do this to the rows of an Embedding, before their sum.",
+                fix="Remove max_norm and bound the norm of the forward's output instead, which edits no weight: torch.renorm(out.flatten(0, -2), "
+                "2, 0, max_norm).view_as(out), or F.normalize(out, dim=-1); for an EmbeddingBag do this to the rows of an Embedding, before "
+                "they are summed.",
             )
 
 
@@ -154,7 +150,10 @@ def start_together(mesh: Mesh, act: Callable[[], _T]) -> _T:
 
 def _not_started(fault: str) -> TrialError:
     return TrialError(
-        "another rank could not start", where="initialize()", got=fault, fix="Fix that rank; all start or none."
+        "another rank could not start",
+        where="initialize()",
+        got=fault,
+        fix="Fix that rank; the ranks start together or not at all.",
     )
 
 
@@ -181,7 +180,7 @@ def _require_equal(ranks: AxisComm, rows: list[list[int]], facts: Facts) -> None
     everyone = ranks.gather_json(listed if ranks.index in (first, odd) else [], "what differs")
     one, other = next(pair for pair in zip(everyone[first], everyone[odd], strict=False) if pair[0] != pair[1])
     raise ConfigError(
-        "the ranks do not train the same: each would go its own way, or wait for another",
+        "the ranks have different settings, and would compute different results or wait for each other",
         where=one[0],
         got=f"{one[1]} on rank {ranks.ranks[first]}, {other[1]} on rank {ranks.ranks[odd]}",
         expected="the same on every rank",
@@ -242,12 +241,12 @@ def log_dtypes(model: nn.Module, living: LivingDtypes, mesh: Mesh) -> None:
         log.warning(line)
     if kept:
         log.info(
-            "%d parameters stay fp32 (%s%s), as data_types.keep_in_fp32_modules or the model's own lists say",
+            "%d parameters stay in fp32 (%s%s) because of data_types.keep_in_fp32_modules or the model's own lists",
             *(len(kept), kept[0], " ..." if len(kept) > 1 else ""),
         )
     if living.policy.mixes_constants and (names := fp32_buffers(model)):
         log.info(
-            "%d fp32 buffers that are not saved keep fp32 (%s%s); data_types.buffer_dtype changes that",
+            "%d fp32 buffers that are not saved stay in fp32 (%s%s); data_types.buffer_dtype changes that",
             len(names),
             names[0],
             " ..." if len(names) > 1 else "",
@@ -272,16 +271,17 @@ def log_model_parts(model: nn.Module, mesh: Mesh, resolved: ResolvedConfig) -> N
     if parts == 1 or mesh.rank != 0:
         return
     if mesh.model.size == 1 and (resolved.clip > 0 or resolved.policy.param == torch.float16):
-        what = "clips by its own gradient norm" if resolved.clip > 0 else "skips steps and scales its loss by itself"
+        what = (
+            "clips by its own gradient norm" if resolved.clip > 0 else "skips steps and scales its loss independently"
+        )
         log.warning(
-            "%d parallel parts of the model and no get_model_parallel_group() of the mpu: each %s, "
-            "so that weights which all parts hold can drift apart",
+            "%d parallel parts of the model, but the mpu has no get_model_parallel_group(): each %s, so weights that all parts share can diverge",
             parts,
             what,
         )
     elif mesh.model.size > 1 and not any(is_model_parallel(param) for param in model.parameters()):
         log.warning(
-            "%d parallel parts of the model, and no parameter has tensor_model_parallel or model_parallel = True: "
-            "all are taken for copies of each other, and those of the first part alone make the gradient norm",
+            "%d parallel parts of the model, but no parameter has tensor_model_parallel or model_parallel = True: all parameters are treated as "
+            "copies of each other, and only the first part counts in the gradient norm",
             parts,
         )

@@ -157,9 +157,9 @@ class StepOutcome(StepStatus):
         losses wait for their step, where the sum of the weights of all ranks becomes known."""
         if self._weight is not None:
             raise TrialError(
-                "the mean of weighted losses is not known before engine.step()",
+                "the mean of weighted losses is unknown before engine.step()",
                 where="engine.backward(loss, weight=...)",
-                got="a gradient that is asked for, changed or dropped before the step",
+                got="an access to a gradient before the step",
                 fix='To clip, set "gradient_clipping" in ds_config. To drop all gradients with their weights, call engine.zero_grad().',
             )
         return self._unscale(self._config.divisor)
@@ -318,20 +318,19 @@ class StepOutcome(StepStatus):
         be divided."""
         if 0 < weighted < self._ranks:
             raise TrialError(
-                "some ranks give weights to their losses, and others do not",
+                "some ranks pass weight= with their losses, and others do not",
                 where=f"engine.backward(loss, weight=...), step {step}",
-                got=f"weights on {weighted:.0f} of {self._ranks} ranks; "
-                f"rank {self._mesh.rank} gives {'weights' if self.weighted else 'none'}",
+                got=f"weights on {weighted:.0f} of {self._ranks} ranks; rank {self._mesh.rank} passes {'weights' if self.weighted else 'none'}",
                 expected="weights on all ranks or on none",
-                fix="Give weight= on every rank; a batch without a token has the weight 0.",
+                fix="Pass weight= on every rank; a batch without tokens has weight 0.",
             )
         if self.weighted and not 0 < weight < math.inf:
             raise TrialError(
-                "the weights of a step do not add up to a number above 0",
+                "the weights of a step must add up to a finite number above 0",
                 where=f"engine.step, step {step}",
                 got=weight,
-                expected="a finite number above 0, e.g. the number of tokens of all micro-batches and ranks",
-                fix="Leave out batches without a token, on all ranks.",
+                expected="e.g. the number of tokens of all micro-batches and ranks",
+                fix="Skip batches without tokens, on all ranks.",
             )
 
     @property

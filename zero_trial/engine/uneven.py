@@ -26,7 +26,9 @@ def generate(engine: EngineAccessors, args: Sequence[Any], kwargs: Mapping[str, 
     """See :meth:`Engine.generate`."""
     method = getattr(engine.module, "generate", None)
     if method is None:
-        raise TrialError("the model has no method generate", where="engine.generate", got=type(engine.module).__name__)
+        raise TrialError(
+            "the model has no generate() method", where="engine.generate", got=type(engine.module).__name__
+        )
     call = forward_of(method, engine.resolved.autocast, engine.device.type)
     if engine.resolved.policy.param != torch.float32:
         args, kwargs = cast_floats((args, kwargs), engine.resolved.policy.param)
@@ -39,11 +41,11 @@ def generate(engine: EngineAccessors, args: Sequence[Any], kwargs: Mapping[str, 
             return call(*args, **kwargs)
     if synced is None and "synced_gpus" not in inspect.signature(method).parameters:
         raise TrialError(
-            "ranks cannot generate side by side: parameters are gathered token by token",
+            "ranks cannot generate independently: parameters are gathered for each token",
             where="engine.generate",
             got=f"{type(engine.module).__name__}.generate without synced_gpus",
-            fix="Pass gather=True if the full parameters fit into each rank's memory (max_live_parameters is below their "
-            "number), or give the method synced_gpus.",
+            fix="Pass gather=True if the full parameters fit into each rank's memory (max_live_parameters is lower than their number), or add a "
+            "synced_gpus argument to the method.",
         )
     return call(*args, **(dict(kwargs) | {"synced_gpus": True}))
 
@@ -80,7 +82,7 @@ def _any_left(mesh: Mesh, mine: bool) -> bool:
 
 def _no_batch(mesh: Mesh, ranks: str) -> DataError:
     return DataError(
-        "a rank without any batch cannot take part",
+        "a rank without any batch cannot take part in training",
         where="engine.evenly",
         got=f"no batch on {ranks}",
         expected="at least one on each rank",

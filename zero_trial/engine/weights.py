@@ -67,7 +67,7 @@ class StoredWeights:
     ) -> None:
         if mesh.model_part[1] > 1:
             raise ConfigError(
-                "each rank of a model that is parallel itself holds parts that only its own code can cut",
+                "weights= cannot load a model that is parallel itself: only its own code can split the weights",
                 where="initialize(weights)",
                 got=f"{mesh.model_part[1]} parts",
                 fix="Load the parts into the model before initialize().",
@@ -111,7 +111,7 @@ class StoredWeights:
             raise ConfigError(
                 text,
                 where=f"initialize(weights): {source}",
-                fix="Build the model that the weights belong to; weights_prefix= names what stands before all names on one side.",
+                fix="Build the model that the weights belong to; weights_prefix= is the prefix of the names in the file or in the model.",
             )
         self._require_kinds(dtypes)
         for name, other in repeated:
@@ -124,7 +124,7 @@ class StoredWeights:
         wrong = [name for name, dtype in dtypes.items() if not _holds(dtype, stored[name])]
         if wrong:
             raise ConfigError(
-                "the file holds numbers of another kind than the model's parameters, and a cast would not keep their meaning",
+                "the file's dtypes are of another kind than the model's, and a cast would change what the values mean",
                 where=f"initialize(weights): {self.source}",
                 got=listed([f"{name}: {stored[name]}" for name in wrong], 8),
                 expected=listed([f"{name}: {dtypes[name]}" for name in wrong], 8),
@@ -146,10 +146,10 @@ class StoredWeights:
             equal = equal and torch.equal(*values.view(torch.uint8))
         if not equal:
             raise CheckpointError(
-                "the file has different values for two names of one parameter, which the model ties",
+                "the file has different values for two names of a tied parameter",
                 where=f"initialize(weights): {self.source}",
                 got=f"{name} and {other}",
-                fix="Take the wrong one out of the file, or build the model without the tie.",
+                fix="Remove the wrong one from the file, or build the model without the tie.",
             )
 
     def read_into(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
@@ -197,8 +197,8 @@ def _refuse_lacking(needed: Sequence[str], data: AxisComm) -> NoReturn:
         where="initialize(model)",
         got="; ".join(found),
         expected="all values on rank 0, or weights= for a model on the meta device",
-        fix="Pass weights=, build the model inside zero_trial.zero.Init(), load it as a whole on rank 0, or call destroy() of "
-        "the engine that had it on every rank.",
+        fix="Pass weights=, build the model inside zero_trial.zero.Init(), load the whole model on rank 0, or call destroy() of its earlier "
+        "engine on every rank.",
     )
 
 
@@ -390,10 +390,10 @@ def first_rank_state(engine: EngineAccessors, where: str, without_frozen: bool) 
 def _require_one_part(names: CheckpointNames, where: str) -> None:
     if names.parts > 1:
         raise TrialError(
-            "no rank has the whole model: it is parallel itself",
+            "no rank has the whole model: the model is parallel itself",
             where=where,
             got=f"{names.parts} parts",
-            fix="Use engine.save_checkpoint, or join the parts of engine.module_state_dict() as the model cuts them.",
+            fix="Use engine.save_checkpoint, or join the parts of engine.module_state_dict() in the way that the model splits them.",
         )
 
 

@@ -75,7 +75,7 @@ class WeightAverage:
             yield
             if any(KIND in state.get(weight, ()) for weight in weights):
                 raise TrialError(
-                    "the optimizer has a state of the name under which the average of the weights is kept",
+                    "the optimizer has a state with the same name as the average of the weights",
                     where="ds_config ema",
                     got=f'a state "{KIND}"',
                     fix='Remove "ema" from ds_config, or rename the state in the optimizer.',
@@ -112,8 +112,8 @@ class WeightAverage:
         """Raise TrialError while averages replace the weights."""
         if self.swapped:
             raise TrialError(
-                "the averages replace the weights: they can be evaluated and exported, not trained or saved",
+                "inside engine.ema_weights() the averages replace the weights: they can be evaluated and exported, but not trained or saved",
                 where=where,
-                got="a call inside engine.ema_weights()",
-                fix="Leave the block first.",
+                got="a call inside that block",
+                fix="Exit the block first.",
             )

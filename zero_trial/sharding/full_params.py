@@ -204,7 +204,7 @@ class FullParams:
                 raise TrialError(
                     "the optimizer stepped inside a block that edits parameters",
                     where=f"GatheredParameters(modifier_rank={source})",
-                    fix="Leave the block before engine.step().",
+                    fix="Exit the block before engine.step().",
                 )
             self.comm.broadcast(group.full, f"edited {group.name}", source)
             group.apply_edits()
@@ -347,7 +347,7 @@ def take_replaced(groups: Sequence[ParamGroup]) -> None:
         view = group.attached.views[index]
         if (values.shape, values.dtype, values.device) != (view.shape, view.dtype, view.device):
             raise TrialError(
-                "the values of a parameter were replaced by others of another shape, dtype or device",
+                "the values of a parameter were replaced by a tensor of another shape, dtype or device",
                 where=group.layout.slots[index].name,
                 got=f"{tuple(values.shape)}, {values.dtype}, {values.device}",
                 expected=f"{tuple(view.shape)}, {view.dtype}, {view.device}",

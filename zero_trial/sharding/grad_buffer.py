@@ -1,10 +1,10 @@
-"""Collects the gradients of one group in one flat buffer, filled by autograd's hooks, and reports
-when all of them are ready.
+"""Collects the gradients of one group in a flat buffer, filled by autograd hooks, and reports when
+all of them are ready.
 
-    micro-batch 1   autograd hands over a fresh gradient  -> copied into its view once, and .grad
+    micro-batch 1   autograd passes a new gradient        -> copied into its view once, and .grad
                                                           becomes the view
-    micro-batch 2+  autograd adds into .grad, that is into the view, by itself; a .grad that user
-                    code has set, or taken away, in between is the gradient
+    micro-batch 2+  autograd accumulates into .grad, which is the view; a .grad that user code has
+                    set, or removed, in between is used as the gradient
     other dtype     (16-bit gradients, fp32 accumulation) every gradient is added into its view and
                     dropped
 
@@ -42,14 +42,14 @@ class GradState(IntEnum):
 
         EMPTY ──► FILLING ──► REDUCING ──► REDUCED     gradients are reduced once per step
           ▲                      │            │
-          └──────────────────────┴────────────┘        reset(); after every micro-batch, where the
+          └──────────────────────┴────────────┘        reset(); after every micro-batch, if the
                                                        plan reduces then
 
     | state    | the buffer                                                                   |
     | -------- | ---------------------------------------------------------------------------- |
     | EMPTY    | none, or one that is kept between steps                                      |
-    | FILLING  | this rank's alone: autograd adds into it                                     |
-    | REDUCING | the reduction's: later gradients stay in ``.grad``                           |
+    | FILLING  | used only by this rank: autograd adds into it                                |
+    | REDUCING | used by the reduction: later gradients stay in ``.grad``                     |
     | REDUCED  | none, or one with this rank's part of the sum; later gradients are late ones |
     """
 
@@ -60,14 +60,14 @@ class GradState(IntEnum):
 
 
 class GradBuffer:
-    """The full-gradient buffer of a group, this rank's shard of it, and the count of gradients that
-    are still to come.
+    """The full-gradient buffer of a group, this rank's shard of it, and which gradients are still
+    expected.
 
     Args:
         dtype, shard_dtype: of the full buffer and of the reduced shard.
         comm: the axis along which the full buffer is summed (None: the group's own).
-        frees_shard: the shard has no memory between steps, where it is not part of the full buffer.
-            Else it keeps what it gets with the first reduction.
+        frees_shard: the shard has no memory between steps, unless it is part of the full buffer.
+            Otherwise it keeps the memory that it gets with the first reduction.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class GradBuffer:
         self._comm = comm if comm is not None else group.comm
         self._places = [(slot.offset, slot.offset + slot.numel, slot.shape) for slot in layout.slots]
         self._gaps = layout.gaps()
-        # The full buffer (n,), and each parameter's view of it. Where it is freed its storage is
-        # resized to nothing, and the views stay; but memory that peers read in place cannot be
-        # resized, so each filling gets a new one.
+        # The full buffer (n,), and each parameter's view of it. To free the buffer, its storage is
+        # resized to 0, and the views stay. Memory that peers read directly cannot be resized, so
+        # there each accumulation gets a new buffer.
         self._resized = self._frees and not self._comm.shares_memory(device)
         self.full = self._nothing = torch.empty(0, dtype=dtype, device=device)
         self.views = [self._nothing] * len(layout.slots)
@@ -108,18 +108,18 @@ class GradBuffer:
             self.full[low:high] if self.in_place else torch.empty(layout.shard_numel, dtype=shard_dtype, device=device)
         )
         self._frees_shard = frees_shard and not self.in_place
-        self.shard_filled = False  # holds a reduced sum of this step
+        self.shard_filled = False  # whether the shard holds a reduced sum of this step
         if not self.in_place:
             self.shard.untyped_storage().resize_(0)
-        # which parameters had no gradient here in any reduction of the last step that had one
+        # parameters without a gradient on this rank in all reductions of the last reduced step
         self.unused: frozenset[int] = frozenset()
-        # a gradient came once after the group was ready (re-entrant checkpointing): from then on
+        # a gradient once arrived after the group was ready (re-entrant checkpointing): from then on
         # reduce only when backward has ended
         self.late = False
-        self.filled = [False] * len(group.params)  # the view holds a gradient of this accumulation
+        self.filled = [False] * len(group.params)  # whether the view holds a gradient of this accumulation
         # small or late gradients in .grad, to be copied together: indices, in the order of arrival
         self.waiting: dict[int, None] = {}
-        # indices that the running pass has brought no gradient for; None outside of a pass
+        # indices for which the running pass has not produced a gradient yet; None outside of a pass
         self._expected: set[int] | None = None
         self._on_ready: Callable[[GradBuffer], None] | None = None
         self.scaling = ArrivalScaling(group.params)
@@ -127,7 +127,7 @@ class GradBuffer:
         self._shares = group.dtype == dtype  # .grad can be the view itself
 
     def register_hooks(self, on_ready: Callable[[GradBuffer], None]) -> None:
-        """Call ``on_ready(self)`` when all parameters of the group have got gradients."""
+        """Call ``on_ready(self)`` when all parameters of the group have gradients."""
         self._on_ready = on_ready
         self.handles = [
             param.register_post_accumulate_grad_hook(self._hook(index, param.numel() < SMALL))
@@ -135,8 +135,8 @@ class GradBuffer:
         ]
 
     def _hook(self, index: int, small: bool) -> Callable[[nn.Parameter], None]:
-        # Weak: autograd holds hooks where Python's garbage collector does not look, so that an
-        # engine that was not destroyed would never be freed.
+        # Weak: Python's garbage collector cannot see hooks inside autograd, so an engine that was
+        # not destroyed would never be freed.
         me = weakref.ref(self)
 
         def on_grad(param: nn.Parameter) -> None:
@@ -155,7 +155,7 @@ class GradBuffer:
             if index in expected:
                 expected.remove(index)
                 if not expected and grad_buffer._on_ready is not None:
-                    # a hook that follows may read or change this gradient
+                    # a later hook may read or change this gradient
                     if len(param._post_accumulate_grad_hooks) > 1 and _has_later_hook(param):
                         grad_buffer.late = True
                     grad_buffer._on_ready(grad_buffer)
@@ -181,15 +181,15 @@ class GradBuffer:
         if not self._shares and _has_later_hook(param):
             name = self.group.layout.slots[index].name
             raise TrialError(
-                "this hook would find no gradient: 16-bit gradients are added up in fp32, outside of param.grad",
+                "this hook would find no gradient: 16-bit gradients are accumulated in fp32, outside of param.grad",
                 where=f"{name}.register_post_accumulate_grad_hook",
                 got="a hook that was added after initialize()",
-                fix=f"Use {name}.register_hook, which gets the gradient of each pass, or safe_get_full_grad before engine.step().",
+                fix=f"Use {name}.register_hook, which receives the gradient of each pass, or safe_get_full_grad before engine.step().",
             )
 
     def flush_small(self, *, show: bool = True) -> None:
-        """Copy the small gradients that wait; afterwards the buffer holds all that has come (unless
-        it is being reduced).
+        """Copy the waiting small gradients; afterwards the buffer holds all gradients that have
+        arrived (unless it is being reduced).
 
         ``show``: the parameters' ``.grad`` become the views, for autograd to add into and for user
             code to read.
@@ -205,7 +205,7 @@ class GradBuffer:
         with unasked():
             grads = list(map(_GRAD, map(params.__getitem__, waiting)))
         if len(waiting) == len(filled) and not any(filled) and all(map(operator.is_not, grads, repeat(None))):
-            # the first micro-batch: without a look at each
+            # the first micro-batch: no need to check each gradient
             targets, sources = list(map(views.__getitem__, waiting)), grads
             filled[:] = [True] * len(filled)
         else:
@@ -222,7 +222,7 @@ class GradBuffer:
             with torch.no_grad():  # user code may have set a tensor that requires grad
                 try:
                     torch._foreach_copy_(targets, sources)
-                except RuntimeError:  # asking each tensor first costs as much as the rest of this
+                except RuntimeError:  # checking each tensor first would cost as much as the rest
                     if not any(source.is_sparse for source in sources):
                         raise
                     torch._foreach_copy_(targets, list(map(_dense, sources)))
@@ -250,8 +250,8 @@ class GradBuffer:
         return self.views[index] if self.filled[index] else None
 
     def resumed(self, index: int, added: torch.Tensor | None) -> torch.Tensor | None:
-        """Return what belongs into ``.grad`` of parameter ``index``, so that autograd can go on
-        there. ``added``: came while something else was in its place."""
+        """Return the tensor for ``.grad`` of parameter ``index``, into which autograd continues to
+        accumulate. ``added``: a gradient that arrived while ``.grad`` held something else."""
         if not (self._shares and self.filled[index]):
             return added
         if added is not None:
@@ -274,7 +274,7 @@ class GradBuffer:
         return bool(self.waiting) or any(self.filled)
 
     def begin_pass(self) -> None:
-        """Start a new backward pass: every parameter is expected once more."""
+        """Start a new backward pass: a gradient is expected for every parameter."""
         self._expected = set(range(len(self.filled)))
         self.scaling.active = self.scaling.factor != 1.0
 
@@ -288,7 +288,7 @@ class GradBuffer:
         self.scaling.active = self.scaling.on_foreign is not None
 
     def allocate(self) -> None:
-        """Give the full buffer memory, uninitialized; :meth:`seal` zeroes what got no gradient."""
+        """Allocate the full buffer, uninitialized; :meth:`seal` zeroes views without a gradient."""
         if self._resized and self.full is not self._nothing:
             self.full.untyped_storage().resize_(self.group.layout.numel * self.dtype.itemsize)
         elif self._frees or self.full is self._nothing:
@@ -299,8 +299,8 @@ class GradBuffer:
         self.state = GradState.FILLING
 
     def reduced(self) -> torch.Tensor:
-        """Return the shard (shard_numel,), of zeros where nothing was reduced since it was freed:
-        torch would read and write past the end of ``shard`` while that has no memory."""
+        """Return the shard (shard_numel,), zeroed if nothing was reduced since it was freed. torch
+        would read and write past the end of a ``shard`` without memory."""
         storage = self.shard.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self.group.layout.shard_numel * self.shard.element_size())
@@ -308,26 +308,26 @@ class GradBuffer:
         return self.shard
 
     def seal(self) -> torch.Tensor:
-        """Return the full buffer (n,) for its reduction: what got no gradient is zero, and autograd
-        no longer writes into it.
+        """Return the full buffer (n,) for its reduction: views without a gradient are zero, and
+        autograd no longer writes into the buffer.
 
-        Edits of ``.grad`` and gradients that wait go in first. Only then are the views taken away
-        from the parameters: a gradient that autograd brings from now on is a late one, and may not
-        be added into memory that is being sent.
+        Edits of ``.grad`` and waiting gradients are copied first. Then the views are detached from
+        the parameters: a gradient that arrives later is late, and must not be added into memory
+        that is being sent.
         """
-        self.reduced()  # has its memory
+        self.reduced()  # allocates the shard
         if self.state is not GradState.FILLING:
             self.allocate()
         if self._shares and (any(self.filled) or not self.shard_filled):
             with unasked():
                 grads = list(map(_GRAD, self.group.params))
             for index, grad in enumerate(grads):
-                # After the first reduction, ``.grad`` of the others shows what is reduced.
+                # After the first reduction, ``.grad`` of the others shows the reduced gradient.
                 if self.shard_filled and not self.filled[index]:
                     continue
                 if grad is None:
                     if index not in self.waiting:
-                        self.filled[index] = False  # set to None since: it is 0
+                        self.filled[index] = False  # user code set it to None: the gradient is 0
                 elif grad is not self.views[index]:
                     self.waiting[index] = None
         if self.waiting:
@@ -342,7 +342,7 @@ class GradBuffer:
             )
             empty = [self.views[index] for index in unused]
         self.unused = self.unused & unused if self.shard_filled else unused
-        if self._frees:  # new memory holds anything
+        if self._frees:  # new memory is uninitialized
             empty += self._padding
         if empty:
             torch._foreach_zero_(empty)
@@ -357,7 +357,7 @@ class GradBuffer:
         self.state = GradState.EMPTY if self.group.plan.reduce_at is ReduceAt.MICRO else GradState.REDUCED
 
     def detach(self) -> None:
-        """Take the views away from the parameters: autograd makes a new gradient next time."""
+        """Detach the views from the parameters: autograd creates a new gradient next time."""
         with unasked():
             for param in self.group.params:
                 param.grad = None
@@ -395,37 +395,37 @@ class GradBuffer:
         self.scaling.remove_hooks()
 
     def persistent_bytes(self) -> int:
-        """Count the bytes of gradients that outlive a step on this rank, from the first on."""
+        """Count the bytes of gradients that outlive a step on this rank, after the first step."""
         full = 0 if self._frees else self.group.layout.numel * self.dtype.itemsize
         kept = not self.in_place and not self._frees_shard
         return full + (self.group.layout.shard_numel * self.shard.element_size() if kept else 0)
 
 
 class ArrivalScaling:
-    """Multiplies the gradients of passes that ``engine.backward()`` does not run, as they arrive at
-    a group's parameters, and reports those passes' gradients.
+    """Scales the gradients of passes that ``engine.backward()`` does not run, when they arrive at a
+    group's parameters, and reports them.
 
-    ``.grad`` may hold earlier gradients by then. So a hook before autograd's addition takes those
-    away (into ``kept``), and they are added again once the new gradient has been multiplied.
+    ``.grad`` may already hold earlier gradients. So a hook that runs before autograd accumulates
+    moves them into ``kept``, and they are added again after the new gradient has been scaled.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = params
-        self.active = False  # gradients that come now need more than to be copied
+        self.active = False  # whether arriving gradients must be scaled or reported
         self.factor = 1.0  # of the running pass
-        self.kept: dict[int, torch.Tensor] = {}  # by index, what .grad held
+        self.kept: dict[int, torch.Tensor] = {}  # by index: earlier content of .grad
         self.on_foreign: Callable[[bool], None] | None = None
         self._before: list[Any] = []  # hooks
 
     def report(self, on_foreign: Callable[[bool], None]) -> None:
-        """Call ``on_foreign(added)`` for every gradient that comes outside of a pass of this
-        model's own; ``added``: autograd has added it into the buffer already. The call may begin a
+        """Call ``on_foreign(added)`` for every gradient that arrives outside of this model's own
+        passes; ``added``: autograd has already added it into the buffer. The call may begin a
         pass."""
         self.on_foreign = on_foreign
         self.active = True
 
     def arrived(self, index: int, param: nn.Parameter, buffer: GradBuffer) -> None:
-        """Report a gradient that comes outside of a pass, and multiply it if its pass says so."""
+        """Report a gradient that arrives outside of a pass, and scale it by the pass's factor."""
         if buffer._expected is None and self.on_foreign is not None:
             self.on_foreign(index in buffer.waiting or (buffer.filled[index] and buffer._shares))
         grad = param.grad if param.grad is not None else self.kept.get(index)
@@ -437,8 +437,8 @@ class ArrivalScaling:
             param.grad = grad if kept is None or kept is grad else kept.add_(grad)
 
     def set(self, factor: float) -> None:
-        """Multiply the gradients that come from now on by ``factor``, until the end of the pass;
-        what has come stays. Put back what was taken away for a gradient that did not come."""
+        """Scale gradients that arrive from now on by ``factor``, until the end of the pass; earlier
+        ones stay unchanged. Restore content of ``.grad`` whose new gradient did not arrive."""
         with unasked():
             for index, grad in self.kept.items():
                 self._params[index].grad = grad
@@ -453,8 +453,8 @@ class ArrivalScaling:
             ]
 
     def set_aside(self, index: int) -> None:
-        """Take what ``.grad`` of parameter ``index`` holds away before autograd adds to it, so that
-        the gradient that comes can be multiplied alone. A pass brings several to a parameter where
+        """Move the content of ``.grad`` of parameter ``index`` away before autograd adds to it, so
+        that only the new gradient is scaled. In one pass a parameter can get several gradients if
         re-entrant checkpoints use it again."""
         if self.factor != 1.0 and index not in self.kept:
             param = self._params[index]

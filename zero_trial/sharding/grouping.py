@@ -72,7 +72,7 @@ class LeafRules:
         }
         if alone := next((name for name in marked if name not in inside), None):
             raise ConfigError(
-                "a list of modules cannot be a leaf: it has no forward in which it could be gathered",
+                "a list of modules cannot be a leaf: it has no forward before which it could be gathered",
                 where="set_z3_leaf_modules",
                 got=f"the {type(parts[alone]).__name__} {alone!r}",
                 fix="Mark the module that holds the list.",
@@ -83,11 +83,11 @@ class LeafRules:
             holder = named[0].rpartition(".")[0] if named else ""
             kind = f", which is the {type(parts[named[0]]).__name__} {named[0]!r}" if named else ""
             raise ConfigError(
-                "no module with parameters is a leaf by this entry",
+                "this entry matches no module with parameters",
                 where=f"zero_optimization.leaf_module.{key}",
                 got=f"{entry!r}{kind}",
                 expected="a module with a forward of its own",
-                fix=f"Name the module that holds it, {holder!r}." if holder else "Correct the entry, or remove it.",
+                fix=f"Name the module that holds it, {holder}." if holder else "Correct the entry, or remove it.",
             )
         mark_leaves(parts[name] for name in leaves & inside)
 
@@ -315,7 +315,7 @@ def collect_params(
                 "a complex parameter cannot be trained",
                 where=name,
                 got=param.dtype,
-                fix="Keep torch.view_as_real of it as the parameter, and use torch.view_as_complex in the forward.",
+                fix="Use torch.view_as_real of it as the parameter, and call torch.view_as_complex in the forward.",
             )
         params[name] = param
         place = device if device is not None else param.device

@@ -81,7 +81,7 @@ class PreSharded:
         """The shard. Raises TrialError once it is spent."""
         if self._part is None:
             raise TrialError(
-                "the parameter's values went to an engine whose build has failed",
+                "the parameter's values were passed to an engine whose build failed",
                 where="initialize(model)",
                 got=f"a parameter of shape {tuple(self._param.shape)} without values",
                 fix="Build the model again inside zero_trial.zero.Init(), or pass weights=.",
@@ -248,7 +248,7 @@ class Init:
         }
         for name, value in asked.items():
             if value:
-                what, where = "this is not done while a model is built", f"zero.Init({name})"
+                what, where = "this is not possible while a model is being built", f"zero.Init({name})"
                 raise ConfigError(what, where=where, got=value, fix=_OTHERWISE[name])
         self._fp32_modules: tuple[str, ...] = ()
         for source in (config_dict_or_path, config):
@@ -354,12 +354,12 @@ class Init:
 
 
 _OTHERWISE = {
-    "zero_param_parallel_group": "Set mesh.shard in ds_config: parameters are then cut over fewer ranks (hybrid sharding).",
+    "zero_param_parallel_group": "Set mesh.shard in ds_config: parameters are then sharded over fewer ranks (hybrid sharding).",
     "zero_quantized_weights": "Remove it: parameters are gathered in their own dtype.",
-    "zero_quantized_nontrainable_weights": "Remove it: frozen parameters are cut as they are.",
-    "param_swapper": "Remove it; zero_optimization.offload_param in initialize()'s ds_config takes parameters to NVMe.",
-    "remote_device": "Remove it: shards are in memory until the engine is built; zero_optimization.offload_param then takes "
-    "them to NVMe, one group after the other.",
+    "zero_quantized_nontrainable_weights": "Remove it: frozen parameters are sharded like all others.",
+    "param_swapper": "Remove it; zero_optimization.offload_param in initialize()'s ds_config moves parameters to NVMe.",
+    "remote_device": "Remove it: shards are in memory until the engine is built; zero_optimization.offload_param then moves them to NVMe, one "
+    "group after the other.",
 }
 
 
@@ -369,10 +369,10 @@ def _require_all_ranks(group: Any, mpu: Any) -> None:
     ranks = world_size(group)
     if parts > 1 or ranks != world_size():
         raise ConfigError(
-            "parameters are cut over all ranks, which must build the same model",
+            "parameters are sharded over all ranks, which must build the same model",
             where="zero.Init(mpu)" if parts > 1 else "zero.Init(data_parallel_group)",
             got=f"{parts} parallel parts of the model" if parts > 1 else f"a group of {ranks} of {world_size()} ranks",
-            fix="Build the model without zero.Init, or pass the mesh with the ranks of your choice on its shard axis.",
+            fix="Build the model without zero.Init, or pass a mesh whose shard axis has the ranks of your choice.",
         )
 
 

@@ -155,11 +155,11 @@ def describe_dtypes(params: Iterable[tuple[str, torch.dtype]], asked: torch.dtyp
         fix = (
             ""
             if torch.float64 in counts or len(counts) == 1
-            else "; leave the section out of ds_config to keep them as they are"
+            else "; remove the section from ds_config to keep them unchanged"
         )
-        return [f"parameters given as {listed} are cast to {_short(asked)}, with fp32 masters{fix}"]
+        return [f"parameters in {listed} are cast to {_short(asked)}, with fp32 masters{fix}"]
     masters = "; 16-bit ones have fp32 masters" if set(counts) & {torch.float16, torch.bfloat16} else ""
-    lines = [f"ds_config asks for no 16-bit training: parameters keep their dtypes ({listed}){masters}"]
+    lines = [f"ds_config enables no 16-bit training: parameters keep their dtypes ({listed}){masters}"]
     if torch.float16 in counts:
         name = next(name for name, dtype in named if dtype == torch.float16)
         lines.append(

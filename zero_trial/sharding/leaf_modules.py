@@ -93,7 +93,12 @@ def _by_class(
     if not found and must_match:
         where = "set_z3_leaf_modules" if leaf else "unset_z3_leaf_modules"
         wanted = ", ".join(entry if isinstance(entry, str) else entry.__name__ for entry in classes)
-        raise ConfigError("the model has no module of these classes", where=where, got=wanted, fix="Name its class.")
+        raise ConfigError(
+            "the model has no module of these classes",
+            where=where,
+            got=wanted,
+            fix="Name the class of a module in the model.",
+        )
     mark_leaves(found, leaf)
     return found
 

@@ -60,7 +60,7 @@ def _change_places(tensor: torch.Tensor, other: torch.Tensor) -> None:
         torch.utils.swap_tensors(tensor, other)
     except RuntimeError as fault:
         raise ConfigError(
-            "a tensor on the meta device cannot get values",
+            "a tensor on the meta device cannot be given values",
             where="initialize(model)",
             got=f"{tuple(tensor.shape)}: {fault}",
             fix="Drop weak references to it, or build the model inside zero_trial.zero.Init().",
@@ -136,7 +136,7 @@ def _require_filled(model: nn.Module, unfilled: Sequence[str]) -> None:
     owners = {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in unfilled}
     kinds = [f"{name} ({kind})" for name, kind in owners.items()]
     raise ConfigError(
-        "buffers are on the meta device, and nothing gives them values",
+        "buffers are on the meta device, and nothing fills them with values",
         where=f"initialize(model): {unfilled[0]}",
         got=listed(kinds, 8),
         expected="modules whose reset_parameters() fills their buffers, or a model with _init_weights(module)",

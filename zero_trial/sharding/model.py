@@ -1,7 +1,7 @@
-"""A module whose parameters, gradients and optimizer state live by a ZeroPlan: param groups,
+"""A module whose parameters, gradients and optimizer state live as a ZeroPlan says: param groups,
 gradient buffers, reducer, unsharder.
 
-forward    unsharder.unshard(block)                              where parameters do not always live
+forward    unsharder.unshard(block)                              if parameters do not always live
 backward   grad_buffer hook -> reducer.grad_ready(grad_buffer)   reduce-scatter of each ready group
 step       optimizer.update -> unsharder.publish(groups)         all-gather of each updated group
                                                                  that always lives
@@ -50,20 +50,20 @@ from zero_trial.sharding.unshard import Unsharder
 
 
 class ShardedModel:
-    """``module`` with its trainable parameters in groups. Construction makes all ranks start from
-    rank 0's values: collective over data.
+    """``module`` with its trainable parameters in groups. Construction copies rank 0's values to
+    all ranks: collective over data.
 
     Args:
         opt_groups: for each optimizer group, its parameters.
-        manual_groups: groups that a schedule gathers and reduces; empty where the module's own
-            hooks do.
-        on_group_built: called with each group before the next one is built; it may move master and
-            shard elsewhere.
+        manual_groups: groups that a schedule gathers and reduces; empty if the module's own hooks
+            do this.
+        on_group_built: called with each group before the next one is built; it may offload master
+            and shard.
         status: the state of the engine's steps.
-        device: where parameters and buffers go, group by group; by default they stay where they
-            are.
-        values: the first values, in place of those that the parameters have.
-        packed: the 4-bit weights, which are the caller's again after :meth:`remove_hooks`.
+        device: where parameters and buffers are moved, group by group; by default they are not
+            moved.
+        values: first values to use instead of the parameters' own values.
+        packed: the 4-bit weights, which :meth:`remove_hooks` gives back to the caller.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class ShardedModel:
         self.module = module
         self.plan = plan
         self._released = False  # remove_hooks has begun
-        self._everywhere: bool | None = None  # it is done, and whether every rank has the whole module
-        # some parameters do not always live: their values are in the shards
+        self._everywhere: bool | None = None  # None until it has finished; then: every rank has the full module
+        # whether some parameters do not always live: their values are in the shards
         self.frees_parameters = plan.frees_parameters
         self.mesh = mesh
         self.policy = policy
@@ -114,7 +114,7 @@ class ShardedModel:
             wire_scale=settings.wire_scale,
             in_flight=settings.in_flight + self._spare(settings),
         )
-        # for each gradient buffer: this rank's pipeline stage counts it in the norm
+        # for each gradient buffer: whether this rank's pipeline stage counts it in the norm
         self._owned = [self.manual_groups.owns(grad_buffer.group) for grad_buffer in self.grad_buffers]
         self._in_place = [grad_buffer for grad_buffer in self.grad_buffers if grad_buffer.in_place]
         self._grad_buffers_of = self.manual_groups.grad_buffers(self.grad_buffers)
@@ -128,13 +128,13 @@ class ShardedModel:
         (mark_sharded if plan.frees_parameters else mark_watched)(self._params())
 
     def _trim(self) -> None:
-        """Give the pages of shared buffers that are gone back to the system."""
-        for axis in (self.mesh.shard, self.mesh.replica):  # of several hosts, one may share memory
+        """Return the pages of freed shared buffers to the system."""
+        for axis in (self.mesh.shard, self.mesh.replica):  # with several hosts, only one axis may share memory
             axis.trim()
 
     def _spare(self, settings: ShardingSettings) -> int:
-        """Return 1 where CPU ranks share memory and overlap: a peer reads a group one launch later
-        than it has its own, and one more under way keeps ranks from waiting for that."""
+        """Return 1 if CPU ranks share memory and overlap: a peer reads a group's buffer one launch
+        later than its own, so one more reduction in flight keeps ranks from waiting."""
         along = self.mesh.shard if self.mesh.shard.size > 1 else self.mesh.replica
         return int(settings.overlap and any(along.shares_memory(group.full.device) for group in self.groups))
 
@@ -142,14 +142,14 @@ class ShardedModel:
         return (param for group in self.groups for param in group.params)
 
     def _replicated(self) -> list[nn.Parameter]:
-        """List the parameters in no group: every rank has them whole, and nothing trains them."""
+        """List the parameters in no group: every rank has them in full, and nothing trains them."""
         in_groups = {id(param) for param in self._params()}
         return [param for param in self.module.parameters() if id(param) not in in_groups]
 
     # --- one step ---------------------------------------------------------------------------------
 
     def begin_backward(self, *, reduce: bool, last: bool) -> None:
-        """Start a backward pass; ``reduce`` its gradients; ``last``: the step follows."""
+        """Start a backward pass. ``reduce``: reduce its gradients; ``last``: the step follows."""
         if self.moved.kinds:
             self.moved.require_here("backward", ("lp_params", *GRADIENTS))
         self.unsharder.last_micro_batch = last
@@ -157,10 +157,10 @@ class ShardedModel:
         self.reducer.begin_pass(reduce=reduce)
 
     def end_backward(self, *, show: bool = False) -> None:
-        """End the backward pass: gradients that are to be reduced are when this returns. Collective
-        over shard and replica if so.
+        """End the backward pass. If its gradients are to be reduced, they are reduced when this
+        method returns; then it is collective over shard and replica.
 
-        ``show``: they are all that the step will see, and ``param.grad`` shows them if they are
+        ``show``: no more gradients follow before the step, so ``param.grad`` shows them if they are
             reduced.
         """
         reduced = self.reducer.active
@@ -168,12 +168,12 @@ class ShardedModel:
         self.param_grads.show(partial=not (show and reduced))
 
     def on_foreign_gradient(self, call: Callable[[bool], None]) -> None:
-        """See :meth:`ArrivalScaling.report`; no call where a schedule reduces."""
+        """See :meth:`ArrivalScaling.report`; does nothing if a schedule reduces the gradients."""
         for grad_buffer in () if self.manual_groups.all else self.grad_buffers:
             grad_buffer.scaling.report(call)
 
     def reset_gradients(self) -> None:
-        """Drop all gradients and sums since the last step; waits for reductions under way."""
+        """Drop all gradients and sums since the last step; waits for reductions in flight."""
         self.unsharder.drop_pass()
         self.reducer.reset()
         if self._grads_to_none:
@@ -181,7 +181,7 @@ class ShardedModel:
         self.param_grads.forget()
 
     def take_parameter_edits(self) -> bool:
-        """Let what user code did to the parameters since the last step count in this one (see
+        """Apply user code's edits of parameters since the last step to the masters (see
         :meth:`ParamGroup.take_edits`). Return whether this rank has edited parameters that always
         live, outside of blocks that send edits to all ranks."""
         self.full_params.end_names()
@@ -196,13 +196,13 @@ class ShardedModel:
                 edited.append(group)
         if edited:
             self._edited = True
-            take_replaced(self._living)  # two groups may have changed places
+            take_replaced(self._living)  # two groups may have swapped tensors
             for group in edited:
                 group.take_edits()
 
     def require_same_parameters(self, where: str) -> None:
-        """Raise TrialError, on every rank, if parameters that data-parallel ranks have whole differ
-        between them. Collective over the world; reads these parameters."""
+        """Raise TrialError, on every rank, if parameters that all data-parallel ranks have in full
+        differ between ranks. Collective over the world; reads these parameters."""
         mesh = self.mesh
         if mesh.data.size == 1:
             return
@@ -212,7 +212,7 @@ class ShardedModel:
         whole = {id(param) for param in self._replicated()}
         named |= {name: param for name, param in self.module.named_parameters() if id(param) in whole}
         sums = [column_sums(param) for param in named.values()]
-        read = torch.cat(sums).cpu().split([len(each) for each in sums]) if sums else ()  # the host waits once
+        read = torch.cat(sums).cpu().split([len(each) for each in sums]) if sums else ()  # a single host sync
         own = [zlib.crc32(each.numpy().tobytes()) for each in read]
         part, parts = mesh.model_part  # a client's mpu may have several parts, too
         totals = mesh.world.gather_json([mesh.pipe.index, part, hash(tuple(own))], "parameters of all ranks")
@@ -230,15 +230,15 @@ class ShardedModel:
         )
 
     def take_live_edits(self, only: ParamGroup | None = None) -> None:
-        """Let edits of the parameters that always live count in the masters, before these are read
-        or replaced between steps: of all groups, or of one. Local."""
+        """Apply edits of parameters that always live to the masters, before the masters are read or
+        replaced between steps: of all groups, or of one. Local."""
         self.moved.require_here("between steps", ("hp_params", "lp_params"))
         self._take_edits(self._living if only is None else [only] if only in self._living else [])
 
     def wait_before_writing(self, *, copies: bool = True) -> None:
-        """Wait until shards may be written: for gathers under way (fetched ahead and never used),
-        and with ``copies`` for a checkpoint that copies masters and state (an update waits for that
-        group by group).
+        """Wait until shards may be written: for gathers in flight (prefetched and never used), and
+        with ``copies`` for a checkpoint that copies masters and state (an update waits for the
+        checkpoint group by group).
 
         Every rank must call it at the same place, between a step's collectives and the next step's.
         """
@@ -248,17 +248,17 @@ class ShardedModel:
             group.end_gather()
 
     def _settle(self, kinds: Collection[str]) -> None:
-        """End what uses the memory of ``kinds``, which is about to be moved."""
+        """Stop all uses of the memory of ``kinds``, which is about to be moved."""
         self.wait_before_writing()
-        take_replaced(self._living)  # what moves are the buffers
+        take_replaced(self._living)  # only the buffers are moved
         if "lp_params" in kinds:
             self.unsharder.reshard_all()
         if not set(GRADIENTS).isdisjoint(kinds):
             self.param_grads.hide()
 
     def end_step(self) -> None:
-        """End a step that has changed the parameters: graphs of before it can no longer run, and
-        the order in which blocks were used predicts the next step's."""
+        """End a step that has changed the parameters: graphs from before it can no longer run, and
+        the order in which blocks were used becomes the prediction for the next step."""
         for group in self.groups:
             if group.trainable:
                 group.edits.count_step()
@@ -266,8 +266,8 @@ class ShardedModel:
             self.unsharder.end_step()
 
     def publish(self, *, frozen: bool = False) -> None:
-        """Round masters that something else than a step has changed (a checkpoint, averages of the
-        weights) into parameters, and publish them; ``frozen``: also those that no step changes.
+        """Round masters that were changed outside of a step (by a checkpoint, averages of the
+        weights) into parameters, and publish them; ``frozen``: also publish frozen parameters.
         Collective over shard."""
         self.full_params.end_names()
         self.unsharder.publish(self.groups, replaced=frozen)
@@ -297,8 +297,8 @@ class ShardedModel:
         """Return the square sums of the reduced gradient shards that no other pipeline stage
         counts.
 
-        A group that another rank of the model axis counts gives zero here, or NaN where it is not
-        finite: that concerns all ranks.
+        A group that another rank of the model axis counts contributes zero here, or NaN if it is
+        not finite, which concerns all ranks.
         """
         buffers, found = self.reducer.grad_buffers, []
         for index, total in self.reducer.square_sums.items():
@@ -310,19 +310,19 @@ class ShardedModel:
 
     @contextmanager
     def materialized(self) -> Iterator[None]:
-        """Make masters and shards readable and writable inside the block, wherever they live; only
-        between steps. May be nested. Local."""
+        """Make masters and shards readable and writable inside the block, also if they are
+        offloaded; only between steps. May be nested. Local."""
         with ExitStack() as stack:
             for group in self.groups:
                 stack.enter_context(group.materialized())
             yield
 
     def require_values(self) -> None:
-        """Raise TrialError after :meth:`remove_hooks` where only some ranks have the parameters."""
+        """Raise TrialError after :meth:`remove_hooks` if only some ranks have the parameters."""
         if self._released and self.frees_parameters and not self._everywhere:
             raise TrialError(
-                "the engine was destroyed, and rank 0 alone may have the model",
-                fix="Save before engine.destroy(), destroy with rank0_only=False, or use the module on rank 0.",
+                "the engine was destroyed, and perhaps only rank 0 has the model",
+                fix="Save before engine.destroy(), destroy with rank0_only=False, or use the module only on rank 0.",
             )
 
     def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int]:
@@ -332,7 +332,7 @@ class ShardedModel:
             for index, own in enumerate(group.params):
                 if own is param:
                     return group, index
-        raise TrialError("this parameter is in no group of this engine", got=tuple(param.shape))
+        raise TrialError("this parameter belongs to no group of this engine", got=tuple(param.shape))
 
     def persistent_bytes(self) -> dict[str, int]:
         """Count the bytes that outlive a step on this rank: parameters, masters, gradients."""
@@ -350,13 +350,14 @@ class ShardedModel:
         return [*of_groups, *of_grads, *_swap_buffers(self.groups)]
 
     def remove_hooks(self, *, rank0_only: bool = False) -> None:
-        """Remove every hook from the module; its parameters become whole, ordinary parameters
-        again. Collective over shard.
+        """Remove every hook from the module; its parameters become ordinary full parameters again.
+        Collective over shard.
 
-        Where the plan frees parameters, the whole module (also what always lived, and its buffers)
-        is in the host's memory afterwards: it goes there group by group, since the device may not
-        hold it at once. Else it stays on its device. ``rank0_only``: what was freed stays so on all
-        data-parallel ranks but the first. Does nothing a second time, unless the first has failed.
+        If the plan frees parameters, the whole module (including parameters that always lived, and
+        buffers) is in host memory afterwards: it is moved group by group, since the device may not
+        hold it at once. Otherwise it stays on its device. ``rank0_only``: freed parameters stay
+        freed on all data-parallel ranks but the first. A second call does nothing, unless the first
+        call failed.
         """
         if self._everywhere is not None:
             return
@@ -381,7 +382,7 @@ class ShardedModel:
         for border in self._borders:
             border.remove()
         for group in self.groups:
-            group.wait_for_copies()  # and let go of them
+            group.wait_for_copies()  # and drop the reference
             if group.offloaded is not None:
                 group.offloaded.close()
         forget_owner(self._params())

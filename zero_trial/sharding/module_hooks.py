@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 _GATHERED_HERE = (
-    "zero_trial gathers this block's parameters here (ZeRO stage 3), which no graph can hold: "
-    "compile the blocks with fullgraph=True, or the whole model without it"
+    "zero_trial gathers this block's parameters here (ZeRO stage 3), which a graph cannot contain: compile the blocks with fullgraph=True, or "
+    "the whole model without it"
 )
 
 

@@ -192,7 +192,7 @@ class ShardedOptimizer(TorchView):
         after it. See :meth:`Engine.ema_weights`."""
         if self.ema is None:
             raise TrialError(
-                "no average of the weights is kept",
+                "this engine keeps no average of the weights",
                 where="engine.ema_weights",
                 fix='Add to ds_config: "ema": {"decay": 0.999}.',
             )
@@ -210,11 +210,11 @@ class ShardedOptimizer(TorchView):
             edited = not self._closed and self._swap(self.ema, before)
             if edited and (failed is None or isinstance(failed, Exception)):
                 raise TrialError(
-                    "weights were changed where the averages are in their place: the averages have the change, and the weights do not",
+                    "weights were changed while the averages replace them: the averages have the change, and the weights do not",
                     where="engine.ema_weights",
                     got="an edit of parameters inside the block",
-                    fix="Change weights outside of the block; to set an average, use safe_set_full_optimizer_state(param, "
-                    'value, "ema") there.',
+                    fix='Change weights outside of the block; to set an average, call safe_set_full_optimizer_state(param, value, "ema") '
+                    "outside of it.",
                 ) from failed
 
     def require_trained_weights(self, where: str) -> None:
@@ -246,7 +246,9 @@ class ShardedOptimizer(TorchView):
         kinds = kinds_of(include, where)
         name = str(getattr(device, "value", device))
         if name != "cpu" or self._publisher is None:
-            raise TrialError("states move to the host's memory only", where=where, got=f"device={name}", expected="cpu")
+            raise TrialError(
+                "states can only be moved to host memory", where=where, got=f"device={name}", expected="cpu"
+            )
         self.require_trained_weights(where)
         self._publisher.moved.move(kinds, self.base.state, pin=pin_memory, wait=not non_blocking)
 

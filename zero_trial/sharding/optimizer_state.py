@@ -171,21 +171,20 @@ class StateByTensor:
         strays = [key for key in self._base.state if not torch.is_tensor(key)]
         if strays:
             raise CheckpointError(
-                "this optimizer keeps state that belongs to no parameter, which a checkpoint would lose",
+                "this optimizer has state that belongs to no parameter, which a checkpoint would lose",
                 where=f"{type(self._base).__name__}.state",
                 got=", ".join(map(repr, strays[:4])),
-                expected="keys that are parameters",
-                fix="Keep numbers in the optimizer's param_groups, which are saved, "
-                "or save the weights alone with engine.save_16bit_model.",
+                expected="parameters as the keys of optimizer.state",
+                fix="Store numbers in the optimizer's param_groups, which are saved, or save only the weights with engine.save_16bit_model.",
             )
         for piece in self._pieces:
             for key, value in self._state(piece).items():
                 if value is not None and not _is_number(value) and not _is_by_element(key, value, piece.weight):
                     raise CheckpointError(
-                        "this optimizer keeps state of flat pieces that is not one value per element, which a checkpoint would lose",
+                        "this optimizer has state of flat pieces that is not one value per element, which a checkpoint would lose",
                         where=f"{type(self._base).__name__}.state",
                         got=f"{key} of {tuple(value.shape) if torch.is_tensor(value) else type(value).__name__}",
-                        expected=f"a value for each of {piece.numel} elements, or one number",
+                        expected=f"one value for each of {piece.numel} elements, or a single number",
                         fix="Remove elementwise = True from the class (zero_optimization.elementwise_optimizer from ds_config): whole "
                         "tensors are saved with all of their state.",
                     )

@@ -165,7 +165,7 @@ class TorchView(torch.optim.Optimizer):
     def parameter_offload(self) -> ParameterOffload:
         """The owner of stage 3's hooks, under DeepSpeed's name, at stage 3 only."""
         if all(group.plan.params is Lifetime.ALWAYS for group in self._groups):
-            raise AttributeError("parameter_offload exists at ZeRO stage 3 only")
+            raise AttributeError("parameter_offload only exists at ZeRO stage 3")
         return ParameterOffload()
 
     def get_lr(self) -> Any:
@@ -251,7 +251,9 @@ class TorchView(torch.optim.Optimizer):
                 "this is not the state of this rank's part of the model",
                 where="optimizer.load_state_dict",
                 got=sorted(state_dict) if layout is None else _difference(layout, own),
-                expected="state_dict() of the same rank, of as many" if layout is None else _difference(own, layout),
+                expected="state_dict() of the same rank, with the same number of ranks"
+                if layout is None
+                else _difference(own, layout),
                 fix="To load on another number of ranks or at another stage, use engine.save_checkpoint and load_checkpoint.",
             )
         parts, groups = self.state_by_tensor.parts, self.base.param_groups

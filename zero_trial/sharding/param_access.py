@@ -74,7 +74,7 @@ def _reraise(error: BaseException | None) -> None:
 
 def _other_failed(fault: str) -> TrialError:
     return TrialError(
-        "another rank raised inside a block that edits parameters: the edits of all ranks were taken back",
+        "another rank raised inside a block that edits parameters: the edits of all ranks were discarded",
         where="GatheredParameters(modifier_rank=...)",
         got=fault,
         fix="Let the block raise on all ranks or on none, or fix the error of that rank.",
@@ -349,7 +349,7 @@ def _reduced_grad(found: TrainedParam, where: str) -> ShownGradients:
     shown = found.model.param_grads.of(found.group)
     if shown is None or not shown.grad_buffer.shard_filled:
         raise TrialError(
-            "there is no gradient to set yet" if shown is not None else "this parameter is not trained",
+            "no gradient can be set yet" if shown is not None else "this parameter is not trained",
             where=f"{where}({found.slot.name})",
             fix="Call it between the last engine.backward() of a step and engine.step().",
         )
@@ -383,13 +383,13 @@ def _require_shape(value: torch.Tensor, shape: tuple[int, ...], where: str) -> N
 
 
 def _no_state(kind: str) -> TrialError:
-    return TrialError("the optimizer has no such state yet", where=kind, fix="Take a step first.")
+    return TrialError("the optimizer has no state yet", where=kind, fix="Take a step first.")
 
 
 def _state_of(param: torch.Tensor) -> StateByTensor:
     state: StateByTensor | None = state_of_param(param)
     if state is None:
         raise TrialError(
-            "this engine has no optimizer", fix="Give initialize() an optimizer, or name one in ds_config."
+            "this engine has no optimizer", fix="Pass an optimizer to initialize(), or set one in ds_config."
         )
     return state

@@ -298,10 +298,10 @@ class ParamGroup:
             self._free()
         except RuntimeError as fault:
             raise TrialError(
-                "the memory of a parameter cannot be freed: a numpy array uses it",
+                "the memory of a parameter cannot be freed because a numpy array uses it",
                 where=self.layout.slots[0].name,
                 got=f"{fault} ({len(self.params)} parameters share it)",
-                fix="Make the array of a copy: param.detach().clone().numpy().",
+                fix="Create the array from a copy: param.detach().clone().numpy().",
             ) from fault
 
     def publish(self, *, rounded: bool = False) -> Pending | None:

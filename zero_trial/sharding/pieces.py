@@ -157,9 +157,9 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
 def all_at_initialize(where: str, **facts: Any) -> ConfigError:
     """Return the error for parameters that an optimizer gets after it was given to initialize()."""
     return ConfigError(
-        "an optimizer gets no parameters after initialize(): no gradients are reduced for them, and they would not train",
+        "an optimizer accepts no parameters after initialize(): no gradients are reduced for them, and they would not train",
         where=where,
-        fix="Give all parameters to initialize(); those to be trained later can have lr 0 in their group until then.",
+        fix="Pass all parameters to initialize(); parameters to be trained later can have lr 0 in their group until then.",
         **facts,
     )
 
@@ -244,18 +244,18 @@ def rebind(base: torch.optim.Optimizer, weights: Sequence[Sequence[nn.Parameter]
 
     if any(has_stepped(state) for state in base.state.values()):
         raise ConfigError(
-            "the client optimizer has stepped before it was given to initialize(), or makes state when it is built",
+            "the optimizer passed to initialize() already has state: it has stepped before, or creates state when it is built",
             where="optimizer",
             got=f"{type(base).__name__} with state",
-            fix="Pass a callable that builds it from parameter groups: initialize(optimizer=lambda groups: ...). "
-            "State of earlier steps is loaded with engine.load_checkpoint.",
+            fix="Pass a callable that builds it from parameter groups: initialize(optimizer=lambda groups: ...). engine.load_checkpoint restores "
+            "state of earlier steps.",
         )
     known = {id(param) for opt_group in base.param_groups for param in opt_group["params"]}
     groups = [id(opt_group) for opt_group in base.param_groups]
     for name, value in vars(base).items():
         if name not in ("param_groups", "state") and _holds(value, known, groups):
             raise ConfigError(
-                "this optimizer holds the model's parameters in more than its param_groups",
+                "this optimizer holds the model's parameters outside of its param_groups",
                 where="optimizer",
                 got=f"{type(base).__name__}.{name}",
                 fix="Pass a callable that builds it from parameter groups: initialize(optimizer=lambda groups: ...).",

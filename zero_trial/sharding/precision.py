@@ -89,8 +89,8 @@ class DynamicScale:
             "gradients are not finite although the fp16 loss scale is already at its minimum",
             where=f"loss scale, optimizer step attempt {self.iteration}",
             got=f"scale {self.scale:g}",
-            expected=f"a scale above fp16.min_loss_scale = {self.min_scale:g} to halve",
-            fix="Look for inf or NaN in the loss itself, lower the learning rate, or use bf16.",
+            expected=f"a scale above fp16.min_loss_scale = {self.min_scale:g} that can be halved",
+            fix="Look for inf or NaN in the loss, lower the learning rate, or use bf16.",
         )
 
     def to_json(self) -> dict[str, object]:
@@ -193,7 +193,7 @@ def dtype_from_name(name: str, where: str) -> torch.dtype:
     ``where`` is the dotted key for the error."""
     dtype = _DTYPES.get(name.lower())
     if dtype is None:
-        raise ConfigError("not a dtype of training", where=where, got=repr(name), expected="fp32, fp16 or bf16")
+        raise ConfigError("not a training dtype", where=where, got=repr(name), expected="fp32, fp16 or bf16")
     return dtype
 
 

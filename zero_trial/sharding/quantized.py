@@ -146,9 +146,9 @@ def require_freeable(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if hasattr(param, "CB") or hasattr(param, "__tensor_flatten__"):
             raise ConfigError(
-                "quantized weights of this kind cannot be freed: they keep their numbers outside of the parameter",
+                "quantized weights of this kind cannot be freed: they store their numbers outside of the parameter",
                 where=f"initialize(model): {name}",
                 got=type(param).__name__,
-                expected="bitsandbytes' weights in 4 bits; or stage 0, 1 or 2 without offload_param",
+                expected="bitsandbytes' 4-bit weights; or stage 0, 1 or 2 without offload_param",
                 fix="Load with BitsAndBytesConfig(load_in_4bit=True).",
             )

@@ -5,32 +5,32 @@ all-reduce over ``replica``, group by group.
              all-reduce over replica                               | in each of these
     store    into (or onto) the shard, square sum for the norm, full buffer freed
 
-Every rank launches the reduction of every trained group exactly once per reduced backward pass, in
-one order on all ranks, whatever the order in which gradients became ready: first the construction
-order, then, from the second step on, the order that rank 0 saw in the first. A group that never
-becomes ready (unused parameters, another branch taken) is reduced with zeros when backward has
-ended. A group that no pass of a step has reduced is reduced before the step
-(:meth:`GradReducer.reduce_missing`). Which groups these are is the same on all ranks without an
-exchange. Where parameters are freed, a group that becomes ready is also resharded,
-unless it is kept for another use (:meth:`Unsharder.reshard_after_gradients`).
+Every rank launches the reduction of every trained group exactly once per reduced backward pass, and
+all ranks use the same order, independent of the order in which gradients become ready: in the first
+step the construction order, and from the second step on the order that rank 0 saw in the first. A
+group that never becomes ready (unused parameters, another branch taken) is reduced with zeros when
+backward has ended. A group that no pass of a step has reduced is reduced before the step
+(:meth:`GradReducer.reduce_missing`). These groups are the same on all ranks, so no exchange is
+needed. If parameters are freed, a group that becomes ready is also resharded, unless it is kept for
+another use (:meth:`Unsharder.reshard_after_gradients`).
 
-Late gradients come after their group's reduction: from another engine's loss, or from re-entrant
-checkpointing of shared weights. Their group needs a second sum (:meth:`GradReducer.reduce_late`),
-and which ranks have some depends on what autograd did there. No launch order can replace an
-exchange here: a rank without late gradients has to launch a reduction because another rank has
-some, or skip it because none has.
+Late gradients arrive after their group's reduction: from another engine's loss, or from re-entrant
+checkpointing of shared weights. Their group needs a second sum (:meth:`GradReducer.reduce_late`).
+Which ranks have late gradients depends on what autograd did there, so ranks must exchange this: a
+rank without late gradients must launch a reduction if another rank has some, and skip it if none
+has.
 
-* In the first reduced pass all ranks exchange which groups are late: a group that was is reduced at
-  the end of each later pass, when all of its gradients have come.
-* In a step the number of late groups travels with the norm's exchange. If it is not 0, all ranks
-  exchange which groups are late, and any rank may be.
+* In the first reduced pass all ranks exchange which groups are late. A late group is reduced at the
+  end of each later pass, when all of its gradients have arrived.
+* In a step the number of late groups is sent with the norm's exchange. If it is not 0, all ranks
+  exchange which groups are late; any rank may have late groups.
 
-On CPU the hook of a ready group waits for an older group's exchange where more than ``in_flight``
-are under way and hold memory, or an exchange over replica follows. All ranks wait at the same
-launches, so that the all-reduces over replica have one order. A model with collectives of its own
-in backward (SyncBatchNorm) must therefore run them on all ranks at the same place among its groups:
-a rank that took another branch is waited for inside a hook, while it waits for the collective. On a
-device nothing waits in hooks.
+On CPU the hook of a ready group waits for an older group's exchange if more than ``in_flight`` are
+in flight and hold memory, or if an exchange over replica follows. All ranks wait at the same
+launches, so that the all-reduces over replica run in the same order. A model with its own
+collectives in backward (SyncBatchNorm) must therefore run them on all ranks at the same place among
+its groups. Otherwise ranks deadlock: one waits inside a hook for a rank that took another branch
+and waits in the collective. On a device nothing waits in hooks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from zero_trial.sharding.unshard import Unsharder
 
 @dataclass(eq=False)
 class _Reduction:
-    """One group's reduction under way, and the tensors that it owns."""
+    """One group's reduction in flight, and the tensors that it owns."""
 
     grad_buffer: GradBuffer
     wire: torch.Tensor
@@ -63,7 +63,7 @@ class _Reduction:
     stash: torch.Tensor | None  # an earlier sum of this step that the reduction will overwrite
     pending: Pending = DONE
     stored: bool = False
-    # of this rank's slice of the sum over replicas, where it was computed
+    # of this rank's slice of the sum over replicas, if it was computed
     square_sum: torch.Tensor | None = None
 
 
@@ -74,9 +74,9 @@ class GradReducer:
         shard, replica: the axes to reduce-scatter and to all-reduce over.
         unsharder: frees a group's parameters when its gradients are ready (None: they always live).
         wire_dtype: returns the dtype on the wire for a group's dtype (None: the gradient buffer's).
-        wire_scale: multiplies before the sum (prescaling against overflow).
+        wire_scale: factor before the sum (prescaling against overflow).
         in_flight: how many groups wait at once in each phase: stages 2 and 3 hold at most that many
-            full gradient buffers (twice as many where gradients go over ``replica``, too).
+            full gradient buffers (twice as many if gradients are also summed over ``replica``).
     """
 
     def __init__(
@@ -101,19 +101,19 @@ class GradReducer:
         self._on_host = any(grad_buffer.shard.is_cpu for grad_buffer in self.grad_buffers)
         self._order = list(range(len(self.grad_buffers)))
         self._index = {id(grad_buffer): index for index, grad_buffer in enumerate(self.grad_buffers)}
-        # in the order in which they became ready, until the order is learned
+        # group indices in the order in which they became ready, until the order is learned
         self._seen: list[int] = []
         self._learned = False
         self._cursor = 0
         self._ready: set[int] = set()
-        # under way, oldest first: those that wait for the sum over shard, and over replica
+        # in flight, oldest first: waiting for the sum over shard, and over replica
         self._scattering: deque[_Reduction] = deque()
         self._replicating: deque[_Reduction] = deque()
         self.active = False
-        # By group index, of this rank's slices of the finished shards: the norm is their sum over
-        # shard and replica.
+        # By group index: square sums of this rank's slices of the finished shards. The norm is
+        # their sum over shard and replica.
         self.square_sums: dict[int, torch.Tensor] = {}
-        # By group index: the first rank whose gradient is known not to be finite, its parameter.
+        # By group index: the first rank with a non-finite gradient, and the parameter's name.
         self.nonfinite: dict[int, tuple[int, str]] = {}
         for grad_buffer in self.grad_buffers:
             grad_buffer.register_hooks(self.grad_ready)
@@ -121,8 +121,8 @@ class GradReducer:
     # --- a backward pass --------------------------------------------------------------------------
 
     def begin_pass(self, *, reduce: bool = True) -> None:
-        """Start a backward pass; with ``reduce`` its gradients are reduced. Waits for what a pass
-        that ended in an exception left under way."""
+        """Start a backward pass; with ``reduce`` its gradients are reduced. Waits for reductions
+        that a pass that raised left in flight."""
         self.wait()
         self.active = reduce
         self._cursor = 0
@@ -131,8 +131,8 @@ class GradReducer:
             grad_buffer.begin_pass()
 
     def grad_ready(self, grad_buffer: GradBuffer) -> None:
-        """Launch all groups whose turn it is, now that this one's gradients are ready. Collective
-        through the launched reductions."""
+        """Launch all groups that are next in order, now that this group's gradients are ready.
+        Collective through the launched reductions."""
         if self._unsharder is not None:
             self._unsharder.reshard_after_gradients(grad_buffer.group)
         if not self.active:
@@ -147,8 +147,8 @@ class GradReducer:
             self._cursor += 1
 
     def finish_pass(self) -> None:
-        """End the pass. Where its gradients are reduced, reduce what is left and wait for
-        everything: then every group's shard holds its sum. Collective in that case."""
+        """End the pass. If its gradients are reduced, reduce the remaining groups and wait for all
+        reductions: then every group's shard holds its sum. Collective in that case."""
         for grad_buffer in self.grad_buffers:
             grad_buffer.end_pass()
         if self.active:
@@ -162,8 +162,8 @@ class GradReducer:
                 self._learn_order()
 
     def reduce(self, grad_buffers: Sequence[GradBuffer]) -> None:
-        """Start to reduce these, whose gradients are ready: for the step, or for a micro-batch.
-        Collective: ranks must agree on the order."""
+        """Start to reduce ``grad_buffers``, whose gradients are ready: for the step, or for a
+        micro-batch. Collective: ranks must agree on the order."""
         chosen = {id(grad_buffer) for grad_buffer in grad_buffers}
         if any(id(reduction.grad_buffer) in chosen for reduction in (*self._scattering, *self._replicating)):
             self.wait()
@@ -171,25 +171,25 @@ class GradReducer:
             self._launch(grad_buffer)
 
     def wait(self) -> None:
-        """Wait for all reductions under way; then their shards hold their sums."""
+        """Wait for all reductions in flight; then their shards hold their sums."""
         for queue in (self._scattering, self._replicating):
             while queue:
                 self._advance(queue)
 
     def sum_copies(self, grad_buffer: GradBuffer, copies: AxisComm) -> None:
-        """Sum the reduced shards of ``grad_buffer`` over the ranks that hold copies of it; then all
-        have the same bits.
+        """Sum the reduced shards of ``grad_buffer`` over the ranks that hold copies of it. The
+        results are bit-identical.
 
         Moves 2n (C-1)/C elements for a shard of n on C ranks. Collective over ``copies``.
         """
-        # no name of the group, which may be bucket4 here and bucket8 where the copy is
+        # not the group's name, which may differ between the copies (bucket4 here, bucket8 there)
         copies.all_reduce(grad_buffer.shard, f"gradients of {copies.name}").wait()
         self.square_sums[self._index[id(grad_buffer)]] = self._square_sum(grad_buffer)
 
     # --- before a step ----------------------------------------------------------------------------
 
     def recount(self, grad_buffer: GradBuffer) -> None:
-        """Take the group's part of the norm again: its shard was changed. Local."""
+        """Recompute the group's part of the norm after its shard was changed. Local."""
         index = self._index[id(grad_buffer)]
         self.square_sums[index] = self._square_sum(grad_buffer)
         self.nonfinite.pop(index, None)
@@ -198,7 +198,7 @@ class GradReducer:
         """Reduce the groups that no backward pass of this step has reduced (``no_sync``, another
         engine's loss). Collective.
 
-        They are the same on all ranks: all launch every reduction together.
+        These groups are the same on all ranks, because all ranks launch every reduction together.
         """
         self.wait()
         for grad_buffer in self.grad_buffers:
@@ -207,15 +207,15 @@ class GradReducer:
         self.wait()
 
     def late_groups(self) -> int:
-        """Count the reduced groups that have got gradients since, on this rank."""
+        """Count the groups with gradients that arrived after their reduction, on this rank."""
         count = 0
         for grad_buffer in self.grad_buffers:
             count += grad_buffer.has_gradients
         return count
 
     def reduce_late(self) -> None:
-        """Reduce late gradients: where any rank has some, the group gets a second sum on top of the
-        first; ranks without some add zeros.
+        """Reduce late gradients: if any rank has some, the group gets a second sum on top of the
+        first; ranks without late gradients add zeros.
 
         Exchanges one flag per group. Collective over shard and replica: see the top of this file
         for when ranks call it.
@@ -230,7 +230,7 @@ class GradReducer:
         self.wait()
 
     def reset(self) -> None:
-        """Drop all gradients and sums of this step; waits for reductions under way."""
+        """Drop all gradients and sums of this step; waits for reductions in flight."""
         self.wait()
         for grad_buffer in self.grad_buffers:
             grad_buffer.reset()
@@ -241,7 +241,7 @@ class GradReducer:
     # --- the order --------------------------------------------------------------------------------
 
     def _learn_order(self) -> None:
-        """Adopt rank 0's order; groups that became ready late or never come at the end."""
+        """Adopt rank 0's order, with groups that became ready late or never at the end."""
         seen = list(dict.fromkeys(index for index in self._seen if not self.grad_buffers[index].late))
         order = list(dict.fromkeys([*seen, *self._order]))
         for axis in (self._shard, self._replica):
@@ -307,9 +307,9 @@ class GradReducer:
         reduction.grad_buffer.end_reduction()
 
     def _look(self, reduction: _Reduction, total: torch.Tensor, contributions: Mapping[int, torch.Tensor]) -> None:
-        """Look at the sum over the first axis while what its ranks put in can be read: the sum over
-        another axis spreads a bad value, and only here it is known from whom it came. A sum over
-        shard alone is stored at once."""
+        """Check the sum over the first axis while its ranks' contributions are readable: only here
+        the rank of a non-finite value is known, because a sum over another axis spreads the value.
+        A sum over shard alone is stored immediately."""
         index = self._index[id(reduction.grad_buffer)]
         if self._replica.size == 1:
             self._store(reduction)
@@ -324,7 +324,7 @@ class GradReducer:
         low = layout.shard_range(self._shard.index)[0]
         if self._along is self._replica:
             low += layout.shard_numel // self._replica.size * self._replica.index
-        # If no peer put in a bad value, this rank did; the sum has overwritten it.
+        # If no peer contributed a bad value, this rank did; the sum has overwritten it.
         for rank, values in (*sorted(contributions.items()), (self._along.index, total)):
             position = first_nonfinite(values)
             if position is not None and (slot := layout.slot_at(low + position)) is not None:
@@ -332,7 +332,7 @@ class GradReducer:
                 return
 
     def _store(self, reduction: _Reduction) -> None:
-        """Write the sum into the shard, or add it to an earlier one; take its part of the norm."""
+        """Write the sum into the shard, or add it to an earlier one; update the norm's part."""
         grad_buffer, out = reduction.grad_buffer, reduction.out
         shard = grad_buffer.shard
         adds = reduction.stash is not None if grad_buffer.in_place else grad_buffer.shard_filled
@@ -342,7 +342,7 @@ class GradReducer:
             shard.copy_(out)
         if reduction.stash is not None:
             shard.add_(reduction.stash)
-        # taken on the way: the shard's, if that is this sum and nothing else
+        # already computed by _look; valid for the shard only if the shard holds exactly this sum
         total = reduction.square_sum
         if total is None or adds or out.dtype != shard.dtype:
             total = self._square_sum(grad_buffer)
@@ -350,7 +350,7 @@ class GradReducer:
         reduction.stored = True
 
     def _square_sum(self, grad_buffer: GradBuffer) -> torch.Tensor:
-        """Sum the squares that this rank counts in the norm: of replicas, one slice each."""
+        """Sum the squares that this rank counts in the norm: each replica counts one slice."""
         shard = grad_buffer.shard
         return square_sum(shard if self._replica.size == 1 else shard.view(self._replica.size, -1)[self._replica.index])
 

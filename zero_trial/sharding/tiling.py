@@ -103,7 +103,7 @@ class TiledLinear(nn.Module):
         got = tuple(weight.shape), tuple(bias.shape) if bias is not None else None
         if got != wanted:
             raise ConfigError(
-                "the layer does not have these weight and bias",
+                "the layer does not have this weight and bias",
                 where="TiledLinear.copy_params_from",
                 got=got,
                 expected=wanted,

@@ -1,9 +1,9 @@
-"""Unshards parameters ahead of need and reshards them after use, where they do not always live;
-publishes those that a step has updated.
+"""Unshards parameters before they are needed and reshards them after use, unless they always live;
+publishes parameters that a step has updated.
 
 Blocks are gathered when their module's forward begins, kept or freed when it ends, gathered again
 when a gradient reaches one of the module's outputs, and freed when their own gradients are ready.
-The module that is used next is gathered while the present one computes.
+The next module is gathered while the current one computes.
 
     Unsharder       gathers and frees, by hooks on the blocks' modules; publishes
     UseOrder        which block is used next: the order of the step before
@@ -37,9 +37,9 @@ class Unsharder:
     """Keeps the full parameters of a model's blocks while they are needed.
 
     Args:
-        modules: for each block name the modules, in their usual order, that it stands for (several
-            where small ones were put together).
-        groups: by block name, those whose parameters do not always live.
+        modules: for each block name its modules, in their usual order (several if small modules
+            were merged into one block).
+        groups: by block name, the groups whose parameters do not always live.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Unsharder:
         self.fits_whole = sum(self._sizes.values()) <= limits.max_live
         self._order = UseOrder(self._sizes)
         self._end_queued = False  # _end_of_backward is queued
-        # the backward pass builds a graph of its own (create_graph), whose backward needs the
-        # weights again
+        # the backward pass builds a graph (create_graph), whose own backward needs the weights
+        # again
         self._builds_graph = False
         # An optimizer step follows the backward pass: nothing is kept for another micro-batch.
         self.last_micro_batch = True
         self._inside_root = False
         self._pins: Counter[int] = Counter()  # by id of the group: open blocks that use it
-        # by block with frozen parameters: the tensors that it has returned, by id
+        # by block with frozen parameters: the tensors that the block returned, by id
         self._returned: dict[str, weakref.WeakValueDictionary[int, torch.Tensor]] = {
             block: weakref.WeakValueDictionary()
             for block, chosen in groups.items()
@@ -89,7 +89,7 @@ class Unsharder:
         self.handles.append(self._around[module])
 
     def _install_side_doors(self, root: nn.Module) -> None:
-        """Gather the root's parameters also for direct calls of its parts: ``model.head(x)``."""
+        """Gather the root's parameters for direct calls of its parts, too: ``model.head(x)``."""
         held = {id(param) for group in self._groups[ROOT] for param in group.params}
         for module in root.modules():
             if module is not root and any(id(param) in held for param in module.parameters(recurse=False)):
@@ -113,8 +113,8 @@ class Unsharder:
             self._end_of_backward()
 
     def end_step(self) -> None:
-        """End a sequence of uses: its order becomes the prediction of the next."""
-        # A pass that raised has not cleared these.
+        """End a step's sequence of uses: its order becomes the prediction for the next step."""
+        # a pass that raised did not clear these
         self._inside_root = self._end_queued = self._builds_graph = False
         self._order.end_step()
 
@@ -125,10 +125,10 @@ class Unsharder:
         ``record=False`` for uses outside of training steps (evaluation): they predict nothing.
         """
         # All reads start before the first gather, and all gathers before the first wait, so that
-        # the groups of a block overlap. The next blocks are gathered last: they must not delay
-        # this one, which computes as soon as this returns. Every rank makes the same calls in the
-        # same order, because each of them is a collective; so the order of uses, the limits and
-        # the sizes decide, and never what has arrived on this rank.
+        # the groups of a block overlap. The next blocks are gathered last, so that they do not
+        # delay this block, which computes as soon as this method returns. Each gather is a
+        # collective, so every rank must make the same calls in the same order: only the order of
+        # uses, the limits and the sizes may decide, never what has arrived on this rank.
         if record:
             self._order.use(block)
         for group in self._groups.get(block, ()):
@@ -147,13 +147,13 @@ class Unsharder:
             group.unshard_async()
 
     def reshard(self, block: str) -> None:
-        """Free the block's parameters; a gather under way is waited for first."""
+        """Free the block's parameters, after waiting for a gather in flight."""
         for group in self._groups.get(block, ()):
             group.finish_unshard()
             self.free(group)
 
     def reshard_all(self) -> None:
-        """Free every block; a gather under way is waited for first."""
+        """Free every block, after waiting for gathers in flight."""
         for block in self._groups:
             self.reshard(block)
 
@@ -161,8 +161,8 @@ class Unsharder:
         """Free the full values of ``group``, unless they always live, or user code has gathered
         them (:meth:`pin`). ``stale``: an update has replaced them, so free them even then.
 
-        After a use nothing else frees full values, so that no caller can free what another one
-        still uses: whichever part has gathered a group asks here when its own use is over.
+        Every caller that gathered a group calls this method when its own use is over. Nothing else
+        frees full values after a use, so no caller can free values that another one still uses.
         """
         if stale or not self._pins[id(group)]:
             group.reshard(stale=stale)
@@ -176,26 +176,26 @@ class Unsharder:
         replaced: bool = False,
     ) -> None:
         """Publish each of ``groups`` as soon as its last update is done; return when all parameters
-        that always live are whole on every rank. Collective over shard.
+        that always live are complete on every rank. Collective over shard.
 
             update 0 | all-gather 0 ...........
                      | update 1 | all-gather 1 ...
                                 | the end of the step waits for all
 
-        The groups go in the model's order on every rank, because a collective needs one order, and
-        ranks finish groups in different ones: a rank may have no piece of a group at all (its part
-        is padding), and pieces of one group may come in several updates. A group whose update is
-        done waits for those before it. Full values that do not always live are freed first: the
-        update has made them stale.
+        Every rank publishes the groups in the model's order, because collectives need the same
+        order, but ranks finish groups in different orders: a rank may have no piece of a group (its
+        part is padding), and pieces of one group may be in several updates. A group whose update is
+        done waits for the groups before it. Full values that do not always live are freed first,
+        because the update has made them stale.
 
-        Moves n (N-1)/N elements per step for the parameters that always live and are sharded. Those
-        whose home has the full copy are gathered in the same way and go home, at most two groups at
-        a time.
+        Moves n (N-1)/N elements per step for the parameters that always live and are sharded.
+        Parameters whose full copy is offloaded are gathered in the same way and then copied to the
+        offloaded home, at most two groups at a time.
 
         Args:
-            updated: every group of all ``updates``, once for each time that it comes.
-            updates: yields groups whose masters are new, and whether their 16-bit copies are.
-            replaced: frozen groups have new values, too; else they are freed.
+            updated: every group of all ``updates``, once for each of its updates.
+            updates: yields groups with new masters, and whether their 16-bit copies are new, too.
+            replaced: whether frozen groups have new values, too; otherwise they are freed.
         """
         left, queue = Counter(map(id, updated)), deque(groups)
         unrounded: set[int] = set()
@@ -228,8 +228,8 @@ class Unsharder:
         self._pins.subtract(map(id, groups))
 
     def compilable(self) -> list[nn.Module]:
-        """List the modules whose parameters come and go, each as a whole; the root, in which all
-        others are, only where it is alone. Empty where all parameters always live."""
+        """List the modules whose parameters are gathered and freed as a whole; the root, which
+        contains all others, only if it is the only one. Empty if all parameters always live."""
         blocks = [module for block, modules in self._modules.items() if block != ROOT for module in modules]
         return blocks or list(self._modules.get(ROOT, ()))
 
@@ -243,13 +243,13 @@ class Unsharder:
         )
 
     def reshard_after_gradients(self, group: ParamGroup) -> None:
-        """Free the group's parameters, whose gradients are complete, unless they are kept."""
+        """Free the group's parameters, unless they are kept; their gradients are complete."""
         if group.block in self._groups and not self._keeps_after_backward(group.block):
             self.free(group)
 
     def free_frozen(self, block: str) -> None:
-        """Free the block's frozen parameters, whose gradients never come: a gradient has reached an
-        input of the block. They stay if they are kept."""
+        """Free the block's frozen parameters, unless they are kept. They get no gradients, so their
+        backward ends when a gradient reaches an input of the block."""
         if not self._keeps_after_backward(block):
             for group in self._groups[block]:
                 if not group.trainable:
@@ -274,14 +274,14 @@ class Unsharder:
 
     @functools.cached_property
     def _away(self) -> dict[str, list[ParamGroup]]:
-        """The blocks' groups that live outside of memory."""
+        """By block, the groups that are offloaded."""
         found = {block: [group for group in chosen if group.offloaded] for block, chosen in self._groups.items()}
         return {block: chosen for block, chosen in found.items() if chosen}
 
     def _read_ahead(self, current: str) -> None:
-        """Start to read what lives outside of memory, as far ahead as there are buffers: that
-        needs no memory of its own. Also the block that is used now, where it is freed before its
-        next use: the last one of a forward is the first of the backward."""
+        """Start to read offloaded groups, as far ahead as there are free buffers, which needs no
+        extra memory. Include the current block if it is freed before its next use: the last block
+        of a forward is the first of the backward."""
         in_backward = torch._C._current_graph_task_id() != -1
         again = not (self._keeps_after_backward(current) if in_backward else self._keeps_after_forward(current))
         for block in self._order.following():
@@ -298,7 +298,8 @@ class Unsharder:
         self._inside_root = self._inside_root or block == ROOT
         self.unshard(block, record=torch.is_grad_enabled())
         if first and torch.is_grad_enabled() and not all(group.trainable for group in self._groups[block]):
-            # not where its backward begins, too: what it has returned before goes in again
+            # Skip inputs that are this block's own earlier outputs: a hook there would fire at the
+            # start of its backward, not at its end.
             inputs = (t for t in tensors_in((args, kwargs)) if self._returned[block].get(id(t)) is not t)
             self._free_when_reached(block, inputs)
 
@@ -316,10 +317,10 @@ class Unsharder:
                 # No output requires grad, so no hook can gather the block for its backward: keep
                 # it until the step.
                 return
-        # Keep the block if a later module of the same merged block is still to run. Keep it in a
-        # recomputation (activation checkpointing), too: this forward runs inside the backward pass
-        # (autograd has a task), and the block's own gradients follow at once. They free it
-        # (reshard_after_gradients); to free it here would gather it a third time.
+        # Keep the block if a later module of the same merged block is still to run. Also keep it in
+        # a recomputation (activation checkpointing): this forward runs inside the backward pass
+        # (autograd has a task), and the block's own backward follows immediately and frees it
+        # (reshard_after_gradients). If we freed the block here, it would be gathered a third time.
         if not last or torch._C._current_graph_task_id() != -1:
             return
         if not self._keeps_after_forward(block):
@@ -328,18 +329,18 @@ class Unsharder:
 
     @staticmethod
     def _before_backward(reference: weakref.ref[Unsharder], block: str, grad: torch.Tensor) -> None:
-        """Begin the backward pass of ``block``: the hook of its outputs.
+        """Begin the backward pass of ``block``; registered as a hook on its outputs.
 
-        It refers to the unsharder weakly. Python's cycle collector does not follow a hook of an
-        autograd graph, so an output that a module keeps (``self.aux = ...``) would keep the module
+        Takes a weak reference: Python's garbage collector cannot follow hooks of an autograd graph,
+        so an output that a module stores (``self.aux = ...``) would keep the module alive
         forever.
         """
         unsharder = reference()
         if unsharder is None:
             raise TrialError(
-                "a backward pass reached a model whose engine is gone",
+                "a backward pass reached a model whose engine no longer exists",
                 where=f"block {block!r}",
-                fix="Keep the engine until the last backward pass of its losses.",
+                fix="Keep a reference to the engine until the last backward pass of its losses.",
             )
         unsharder.unshard(block)
         unsharder._builds_graph = torch.is_grad_enabled()
@@ -348,7 +349,7 @@ class Unsharder:
             torch.autograd.Variable._execution_engine.queue_callback(unsharder._end_of_backward)
 
     def _end_of_backward(self) -> None:
-        """Free what backward left behind, but not prefetched groups."""
+        """Free the blocks that backward left unsharded, but not prefetched groups."""
         self._end_queued = False
         for block, chosen in self._groups.items():
             if any(group.live for group in chosen) and not self._keeps_after_backward(block):
@@ -369,7 +370,7 @@ class Unsharder:
 
     def _keeps_after_forward(self, block: str) -> bool:
         within = self._reshard is Reshard.WITHIN_LIMITS
-        if block == ROOT:  # its backward comes first
+        if block == ROOT:  # its backward runs first
             return torch.is_grad_enabled() and not (within and self._limits.frees_all)
         return self._within_limits(block) if within else self._reshard is Reshard.AFTER_STEP
 
@@ -387,12 +388,12 @@ class Unsharder:
         return near and not self._limits.frees_all and self._fits()
 
     def _fits(self, more: int = 0) -> bool:
-        """Return whether what lives now, and ``more`` elements, stay within max_live."""
+        """Return whether the live elements and ``more`` of them stay within max_live."""
         return self.fits_whole or self.live_numel() + more <= self._limits.max_live
 
 
 def _finish(group: ParamGroup, pending: Pending) -> None:
-    """Wait for a publication, and bring values home that live there."""
+    """Wait for a publication, and copy offloaded values to their home."""
     pending.wait()
     if group.plan.whole_home:
         group.finish_publish()
@@ -417,21 +418,21 @@ class UseOrder:
         recorded   root  h0  h1  h2 | h2  h1  h0
         cursor                ^        the next needs: h2, then h2 (still live), h1
 
-    A step that leaves the remembered order is followed as it goes, without prefetching, and becomes
-    the order of the next. A use costs time for the blocks that are looked ahead at, not for all
-    that the step still has (blocks times micro-batches, twice).
+    If a step deviates from the recorded order, prefetching stops, and the step's own order becomes
+    the prediction for the next step. The cost of a use depends on the number of blocks looked ahead
+    at, not on the number of uses left in the step (2 x blocks x micro-batches).
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._sizes = sizes
         self._last: list[str] = []
-        self._passed: list[int] = [0]  # elements of all uses of the last step before each of them
-        self._uses: dict[str, list[int]] = {}  # by block: its places in the last step
+        self._passed: list[int] = [0]  # by position in the last step: elements of all uses before it
+        self._uses: dict[str, list[int]] = {}  # by block: its positions in the last step
         self._now: list[str] = []
         self.on_track = False
 
     def end_step(self) -> None:
-        """End the step: the recorded order becomes the prediction of the next."""
+        """End the step: the recorded order becomes the prediction for the next step."""
         if self._now and self._now != self._last:
             self._last = self._now
             self._passed = [0, *accumulate(self._sizes[block] for block in self._last)]
@@ -449,10 +450,10 @@ class UseOrder:
         self._now.append(block)
 
     def upcoming(self, budget: int) -> list[str]:
-        """List the different blocks that come next, while their elements fit into ``budget``. The
-        first is always listed, unless this step has left the remembered order."""
+        """List the next distinct blocks whose elements fit into ``budget``. The first is always
+        listed, unless this step has left the recorded order."""
         found: list[str] = []
-        # not by way of following(): a generator costs a call for each block, at every use
+        # does not use following(): a generator costs a call for each block, at every use
         for position in range(len(self._now), len(self._last) if self.on_track else 0):
             block = self._last[position]
             if block not in found:
@@ -465,7 +466,7 @@ class UseOrder:
         return found
 
     def following(self) -> Iterator[str]:
-        """Yield the different blocks that come next, unless the step left the known order."""
+        """Yield the next distinct blocks, unless this step has left the recorded order."""
         found: set[str] = set()
         for position in range(len(self._now), len(self._last) if self.on_track else 0):
             block = self._last[position]
@@ -488,12 +489,12 @@ _OWN = frozenset(vars(nn.Module()))  # what every module has
 
 
 class SideOutputs:
-    """Tensors that a forward leaves on ``block`` or a module inside it instead of returning them:
-    an auxiliary loss, say, through which gradients may come back.
+    """Tensors that a forward stores on ``block`` or a module inside it instead of returning them,
+    such as an auxiliary loss, through which gradients may flow back.
 
-    torch's own modules leave nothing: they are examined only where they hold an attribute that
-    could be a tensor, or have got a new one (a user's hook does that). Price: one look at an
-    attribute for each of the others', one comparison for each quiet module.
+    torch's own modules store none, so they are examined only if they have an attribute that could
+    be a tensor, or got a new attribute (from a user's hook). Cost per forward: one check for each
+    attribute of the watched modules, one comparison for each quiet module.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -507,7 +508,7 @@ class SideOutputs:
                 self._watched.append(own)
 
     def tensors(self) -> list[torch.Tensor]:
-        """List those that exist now and have a history."""
+        """List the side outputs that exist now and have a graph."""
         tables = [*self._watched, *(own for own, size in self._quiet if len(own) != size)]
         return [
             value

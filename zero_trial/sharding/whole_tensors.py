@@ -285,7 +285,7 @@ def _weight(tensor: WholeTensor) -> torch.Tensor:
 
 def _gradient(tensor: WholeTensor) -> torch.Tensor:
     if tensor.weight.grad is None:
-        raise TrialError("the gradient of a tensor that is updated whole is away", where=tensor.slot.name)
+        raise TrialError("the gradient of a tensor that is updated whole is on another rank", where=tensor.slot.name)
     return tensor.weight.grad.view(-1)
 
 

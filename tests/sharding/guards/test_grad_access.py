@@ -430,7 +430,7 @@ REFUSALS: dict[str, tuple[str, Callable[[], Any]]] = {
         r"last.weight: the value has another shape: got \(3,\), expected \(4, 11\)",
         lambda: before_a_step(lambda weight: zero.safe_set_full_fp32_param(weight, torch.zeros(3))),
     ),
-    "state": ("exp_avg: the optimizer has no such state yet", lambda: before_a_step(set_state)),
+    "state": ("exp_avg: the optimizer has no state yet", lambda: before_a_step(set_state)),
     "stranger": ("belongs to no engine", lambda: zero.safe_get_full_fp32_param(nn.Parameter(torch.zeros(2, 2)))),
     "kept": ("clone", kept_beyond_its_step),
     "hook": ("register_hook", hook_without_a_gradient),

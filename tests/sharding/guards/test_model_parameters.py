@@ -190,7 +190,7 @@ def test_unused_parameters_are_named_once(stage: int, accumulation: int, caplog:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_gradient_that_user_code_takes_away_is_named(stage: int, caplog: pytest.LogCaptureFixture) -> None:
-    """torch would leave the parameter alone."""
+    """torch would skip the parameter."""
     caplog.set_level(logging.INFO, logger="zero_trial")
     found, x = branches(stage, ignore=True), torch.ones(4, 3)
     for taken in (False, True):

@@ -346,7 +346,7 @@ def _refused(param: nn.Parameter, use: str) -> TrialError:
     with unasked():
         if is_left_freed(param):
             return TrialError(
-                "this parameter has no values: an engine freed it, and that engine is gone",
+                "this parameter has no values: an engine freed it, and that engine no longer exists",
                 where=f"{place}{use}",
                 got=_named(param),
                 expected="a use on rank 0, which has all values after engine.destroy()",
@@ -356,10 +356,9 @@ def _refused(param: nn.Parameter, use: str) -> TrialError:
             "this parameter is freed: its values are in the shards of all ranks, or where offload_param keeps them",
             where=f"{place}{use}",
             got=_named(param),
-            expected="a use in the forward of its own module (call that instead of reading its weights), or a gathered parameter",
-            fix="Read it inside zero_trial.zero.GatheredParameters([param]), which every rank enters; with modifier_rank=0 edits "
-            "count. To save, use engine.save_16bit_model or engine.module_state_dict; "
-            'for a moving average, "ema" in ds_config.',
+            expected="a use in the forward of its own module (call the module instead of reading its weights), or a gathered parameter",
+            fix="Read it inside zero_trial.zero.GatheredParameters([param]), which every rank enters; with modifier_rank=0 edits are kept. To "
+            'save, use engine.save_16bit_model or engine.module_state_dict; for a moving average, "ema" in ds_config.',
         )
 
 
@@ -376,11 +375,11 @@ def lost_edits(names: Sequence[str], when: str) -> TrialError:
 def one_memory(name: str, other: str) -> TrialError:
     """Return the error for parameters that user code has tied by ``param.data = other.data``."""
     return TrialError(
-        "the values of two parameters were put into one memory, and would part in the next step",
+        "two parameters were made to share memory, but would diverge in the next step",
         where=name,
         got=f"the memory of {other}",
-        fix="Tie parameters before initialize(), by making them one (b.weight = a.weight); to copy values, use "
-        "param.copy_(other) under torch.no_grad().",
+        fix="Tie parameters before initialize() by assigning the same parameter (b.weight = a.weight); to copy values, use param.copy_(other) "
+        "under torch.no_grad().",
     )
 
 
@@ -392,10 +391,10 @@ def refuse_transforms(name: str) -> None:
     """Raise TrialError where torch.func differentiates: a gather cannot write into its tensors."""
     if (transform := peek_interpreter_stack()) is not None and transform.key() in _DIFFERENTIATE:
         raise TrialError(
-            "torch.func cannot differentiate through the gathering of parameters (ZeRO stage 3, offload_param)",
+            "torch.func cannot differentiate through gathering of parameters (ZeRO stage 3, offload_param)",
             where=name,
             got="a forward inside torch.func.grad, vjp, jvp or the like, with freed parameters",
-            expected="parameters that are whole before the transform begins",
+            expected="parameters that are gathered before the transform starts",
             fix="Call it inside zero_trial.zero.GatheredParameters(model), which every rank enters, or train at stage 2 without offload_param.",
         )
 

@@ -141,25 +141,25 @@ class ShownGradients:
         slot = group.layout.slots[index]
         if self.shown and self.partial:
             raise TrialError(
-                "the gradient of a step is not known before its last micro-batch is reduced",
+                "the gradient of a step is unknown until its last micro-batch is reduced",
                 where=f"{slot.name}.grad",
-                got="a use between micro-batches, after engine.no_sync(), of gradients of another engine's loss, or of a "
-                "gradient that came after the reduction of its bucket (use_reentrant=True and a block that is used again)",
-                expected="a use after the last engine.backward() before a step",
-                fix="Ask engine.is_gradient_accumulation_boundary() first. To clip, set gradient_clipping in ds_config.",
+                got="an access between micro-batches, after engine.no_sync(), to gradients of another engine's loss, or to a gradient that "
+                "arrived after the reduction of its bucket (use_reentrant=True and a block that is used again)",
+                expected="an access after the last engine.backward() before a step",
+                fix="Check engine.is_gradient_accumulation_boundary() first. To clip, set gradient_clipping in ds_config.",
             )
         if group.plan.grads is Lifetime.USE:
             raise TrialError(
                 "full gradients do not live at this ZeRO stage",
                 where=f"{slot.name}.grad",
-                got="a gradient that is cut into shards",
+                got="a gradient that is sharded over the ranks",
                 expected="ZeRO stage 0 or 1",
                 fix='To clip, set "gradient_clipping" in ds_config. To read or change it, use '
                 "zero_trial.zero.safe_get_full_grad and safe_set_full_grad.",
             )
         if not self.shown:
             raise TrialError(
-                "this gradient was used up by a step",
+                "this gradient was already consumed by a step",
                 where=f"{slot.name}.grad",
                 fix="Read it between engine.backward() and engine.step(), or keep a clone().",
             )
@@ -381,8 +381,8 @@ def _source_of(lazy: LazyGradient) -> ShownGradients:
     source = lazy._source()
     if source is None:
         raise TrialError(
-            "the engine of this gradient is gone",
+            "the engine of this gradient no longer exists",
             where=f"a .grad of shape {tuple(lazy.shape)}",
-            fix="Keep the engine, or set param.grad = None before you go on with the module alone.",
+            fix="Keep the engine, or set param.grad = None before you continue with only the module.",
         )
     return source

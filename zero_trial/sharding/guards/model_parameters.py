@@ -98,12 +98,12 @@ class ParameterTable:
             ),
             (
                 tied,
-                "parameters were tied after the engine was built: its checkpoints would not be those of a model that is tied",
+                "parameters were tied after the engine was built: its checkpoints would not match a tied model",
                 "Tie before initialize() (b.weight = a.weight); to tie later, build the model again, tie it, and initialize() again.",
             ),
             (
                 cast,
-                "parameters have another dtype than their engine trains",
+                "parameters have a different dtype than their engine trains",
                 "Call model.half(), .to(dtype) and the like before initialize(), and set the precision in ds_config (bf16, fp16).",
             ),
         ):
@@ -132,9 +132,9 @@ class ParameterTable:
         if len(found) == self._count:
             if passes and logs and not self._none_logged:
                 log.warning(
-                    "no gradient has reached any of the %d parameters on this rank in step %d: they were dropped between "
-                    "backward and step (model.zero_grad()), or the loss is another model's. Where no rank has one, weight "
-                    "decay and momentum go on",
+                    "no gradient has reached any of the %d parameters on this rank in step %d: they were dropped between backward and step "
+                    "(model.zero_grad()), or the loss belongs to another model. If no rank has a gradient, weight decay and momentum are still "
+                    "applied",
                     *(self._count, step),
                 )
             self._none_logged = self._none_logged or passes > 0
@@ -142,10 +142,9 @@ class ParameterTable:
         if logs and not self._logged:
             frozen = sum(not param.requires_grad for _, param in found)
             log.info(
-                "no gradient has reached %s%s in a step. Where no rank has one, the step takes it as 0: weight decay and momentum "
-                "go on, where torch leaves the parameter alone. Freeze it before initialize() (in mid-training: save a "
-                "checkpoint, freeze, initialize() again), give it weight_decay 0, or make it an error with "
-                "zero_optimization.ignore_unused_parameters: false",
+                "no gradient has reached %s%s in a step. If no rank has one, the step treats the gradient as 0: weight decay and momentum are "
+                "still applied, but torch would skip the parameter. Freeze it before initialize() (in mid-training: save a checkpoint, freeze, "
+                "initialize() again), give it weight_decay 0, or make it an error with zero_optimization.ignore_unused_parameters: false",
                 listed([name for name, _ in found]),
                 f" ({frozen} frozen after initialize())" if frozen else "",
             )

@@ -46,7 +46,7 @@ def kinds_of(include: Collection[Any] | None, where: str) -> tuple[str, ...]:
     for name in found:
         if name not in KINDS:
             raise TrialError(
-                "this kind of state does not exist",
+                "unknown kind of state",
                 where=where,
                 got=name,
                 expected=f"some of {', '.join(KINDS)}",
@@ -94,9 +94,9 @@ class MovedStates:
         """Raise TrialError where one of ``kinds`` is away."""
         if not self.kinds.isdisjoint(kinds):
             raise TrialError(
-                "states of this engine are in the host's memory",
+                "states of this engine are still offloaded to host memory",
                 where=where,
-                got=f"offload_states(include={sorted(self.kinds)}) before it",
+                got=f"an earlier offload_states(include={sorted(self.kinds)})",
                 fix="Call engine.reload_states() first.",
             )
 
@@ -121,7 +121,7 @@ class MovedStates:
         """
         if not any(on_device(group.full.untyped_storage()) for group in self._groups):
             if not self._said:
-                log.info("offload_states: this rank computes in the host's memory, so that nothing moves")
+                log.info("offload_states: this rank trains on the CPU, so nothing is moved")
             self._said = True
             return
         self._settle(kinds)

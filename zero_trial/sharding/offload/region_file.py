@@ -64,7 +64,7 @@ class DiskFailure:
             "offloaded state could not be read or written",
             where=", ".join(map(str, folders)),
             got=str(fault),
-            fix="Fix the disk or name another one in nvme_path, and go on from the last checkpoint.",
+            fix="Fix the disk or set nvme_path to another one, and continue from the last checkpoint.",
         )
         error.__cause__ = fault
         self.first = self.first or error
@@ -74,10 +74,10 @@ class DiskFailure:
         """Raise StorageError after a failure: half a step would be silently wrong."""
         if self.first is not None:
             raise StorageError(
-                "the disk has failed, and offloaded state is lost",
+                "the disk failed, and offloaded state is lost",
                 where=self.first.where,
                 got=self.first.got,
-                fix="Fix the disk or name another one in nvme_path, and go on from the last checkpoint in a new engine.",
+                fix="Fix the disk or set nvme_path to another one, and continue from the last checkpoint in a new engine.",
             ) from self.first
 
 
@@ -159,7 +159,7 @@ class RegionFile:
         try:
             maps = [mmap.mmap(file.cached, file.size) for file in files]
         except OSError as fault:
-            fix = "Name a local disk in nvme_path, or raise the limit of virtual memory (ulimit -v)."
+            fix = "Set nvme_path to a local disk, or raise the limit of virtual memory (ulimit -v)."
             where = ", ".join(map(str, self.folders))
             what = "offloaded state cannot be mapped into memory"
             raise StorageError(what, where=where, got=str(fault), fix=fix) from fault
@@ -187,7 +187,7 @@ class RegionFile:
     def _require_open(self) -> None:
         if not self._files:
             where, got = ", ".join(map(str, self.folders)), "an engine that was destroyed"
-            raise StorageError("offloaded state is gone", where=where, got=got, fix="Build a new one.")
+            raise StorageError("offloaded state no longer exists", where=where, got=got, fix="Build a new engine.")
 
     def _start(self, act: _Act, offset: int, tensor: torch.Tensor) -> Transfer:
         self._require_open()
@@ -217,12 +217,12 @@ class _File:
             fix = "Offload to host memory instead (device: cpu)."
             raise ConfigError("files of offloaded state need Linux", where=where, got=sys.platform, fix=fix)
         if not os.path.isdir(folder):  # Path.is_dir raises on a name that is too long
-            fix = "Make it, or name another one."
-            raise ConfigError("there is no such folder", where=where, got=str(folder), expected="a folder", fix=fix)
+            fix = "Create it, or use another folder."
+            raise ConfigError("the folder does not exist", where=where, got=str(folder), expected="a folder", fix=fix)
         try:
             self.cached, path = tempfile.mkstemp(prefix="zero_trial-", dir=folder)
         except OSError as fault:
-            what, got = "nothing can be written to this folder", f"{folder}: {fault.strerror}"
+            what, got = "the folder is not writable", f"{folder}: {fault.strerror}"
             raise ConfigError(what, where=where, got=got, fix="Name another.") from fault
         # Some file systems open a file with O_DIRECT and then refuse to transfer: try one block.
         page = [memoryview(mmap.mmap(-1, BLOCK))]
@@ -251,7 +251,7 @@ class _File:
                 where=str(self.folder),
                 got=f"{format_bytes(free)} free ({fault.strerror})",
                 expected=f"{format_bytes(nbytes)} for this rank",
-                fix="Free some space, name another disk in nvme_path, or use more ranks: each keeps its part only.",
+                fix="Free some space, set nvme_path to another disk, or use more ranks: each stores only its own part.",
             ) from fault
         self.size = nbytes
 

@@ -45,7 +45,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--warm-start", type=Path, help="a new trial from the weights of a run's folder or a checkpoint"
     )
-    parser.add_argument("--repeat", help="the command that summary.json names as the one to repeat this run")
+    parser.add_argument("--repeat", help="the command that summary.json records to repeat this run")
     return parser.parse_args(argv)
 
 
@@ -107,7 +107,9 @@ def _run_folder(options: argparse.Namespace, engine_factory: EngineFactory) -> N
             trained = train(kind, platform, state, engine_factory)
             finish_folder(trained, platform, options.repeat)
             # zero-trial run names its own command to go on
-            raise_if_preempted(trained.outcome, None if options.supervised else "The same command goes on from there.")
+            raise_if_preempted(
+                trained.outcome, None if options.supervised else "The same command continues from there."
+            )
 
 
 if __name__ == "__main__":

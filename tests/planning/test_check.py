@@ -64,7 +64,7 @@ def test_all_faults_at_once(tmp_path: Path):
         "error: const.yaml:8 searcher.max_length: wrong value: got {batchs: 4}, expected {batches: n}, {epochs: n}, {records: n} or a "
         "number of batches.",
         "error: const.yaml:8 searcher.max_length: the run has no length. Write searcher: {max_length: {batches: 200}}.",
-        "error: const.yaml:15 labels: a master refuses this: 3 is not a list.",
+        "error: const.yaml:15 labels: a master rejects this: 3 is not a list.",
         "error: const.yaml:2 entrypoint: model_def:LinTrial not found in ./model_def.py; it defines LineTrial(ZeroTrial). "
         "Use entrypoint: model_def:LineTrial.",
         'error: ds_config.json:9 gradient_cliping: unknown key. Did you mean "gradient_clipping"? (DeepSpeed would ignore this.)',
@@ -168,7 +168,7 @@ def test_nan_stops_a_run_with_what_to_try(tmp_path: Path):
 def test_a_trial_that_brings_its_own_ds_config(tmp_path: Path):
     model = MODEL.replace("context.initialize(", "context.initialize(config={'train_batch_size': 7}, ")
     report = project(tmp_path, EXPERIMENT.replace("data:\n  ds_config: ds_config.json\n", ""), model=model).check()
-    assert report.looked[Area.DS_CONFIG] == "ds_config is the trial's own"
+    assert report.looked[Area.DS_CONFIG] == "the trial passes its own ds_config"
     assert [text.partition(".")[0] for text in messages(report)] == [
         "error: train_batch_size 7 ≠ micro 3 × accumulation 1 × ranks 2 = 6"
     ]
@@ -209,13 +209,13 @@ RANGE = {"lr": {"type": "double", "minval": 0, "maxval": 1}}
         (
             {"name": "grid"},
             {"lr": 1},
-            "warn: searcher.name: there is nothing to search: all hyperparameters are constants, and grid tries them again and again. "
+            "warn: searcher.name: there is nothing to search: all hyperparameters are constants, so grid would repeat the same point. "
             "Use searcher: {name: single}.",
         ),
         (
             {"name": "single"},
             RANGE,
-            "warn: searcher.name: single draws one point, and zero-trial run takes constants only: lr. "
+            "warn: searcher.name: single draws one point, but zero-trial run only accepts constants: lr. "
             "Use constants, or another searcher.",
         ),
     ],

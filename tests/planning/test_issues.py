@@ -69,13 +69,13 @@ FP16 = {"fp16": {"enabled": True}}
         (2, 1, 2, {}, ""),
         (
             *(8, 2, 0, {}),
-            f"warn: {WHERE}: 8 ranks share 2 cores of this machine, which has no GPU. Use --slots 2 to try it here.",
+            f"warn: {WHERE}: 8 ranks would share the 2 cores of this machine, which has no GPU. Use --slots 2 to try it here.",
         ),
         (0, 2, 0, {}, f"error: {WHERE}: a run needs"),
         (
             *(1, 2, 0, FP16),
-            "warn: fp16.enabled: fp16 on a machine without a GPU: it is slow there, and its gradients need a loss scale. "
-            'Use "bf16": {"enabled": true} in its place; the processor supports it.',
+            "warn: fp16.enabled: fp16 on a machine without a GPU: fp16 is slow on CPUs, and its gradients need a loss scale. "
+            'Use "bf16": {"enabled": true} instead; the processor supports it.',
         ),
         (1, 2, 1, FP16, ""),
     ],
@@ -97,18 +97,18 @@ GONE = "the folder does not exist on this machine"
         ("ext4", {"offload_optimizer": DISK}, []),
         ("missing", {}, []),
         ("missing", {"offload_optimizer": {"device": "cpu"}}, []),
-        ("missing", {"offload_optimizer": DISK}, [f"error: {STATE}: {GONE}: got /disk. Make it, or name another one."]),
+        ("missing", {"offload_optimizer": DISK}, [f"error: {STATE}: {GONE}: got /disk. Create it, or use another folder."]),
         (
             "read-only",
             {"offload_optimizer": DISK},
-            [f"error: {STATE}: the folder is not writable: got /disk. Name another one."],
+            [f"error: {STATE}: the folder is not writable: got /disk. Use another folder."],
         ),
         (
             "tmpfs",
             {"stage": 3, "offload_param": DISK},
             [
-                f"warn: {PARAMS}: this folder is memory (tmpfs): what is offloaded to it saves none: got /disk. "
-                "Name a folder on a disk."
+                f"warn: {PARAMS}: this folder is in memory (tmpfs), so offloading to it saves no memory: got /disk. "
+                "Use a folder on a disk."
             ],
         ),
         (

@@ -93,8 +93,8 @@ def test_what_has_no_plan_or_no_part_in_it() -> None:
     assert made[0].train_batch(iter([pipeline_batch()] * 4)).item() > 0
     made[0].destroy()
     assert [event["message"] for event in events] == [
-        "no memory plan: several engines; zero-trial plan takes them together",
-        "no memory plan: zero-trial plan has a pipeline's, stage by stage",
+        "no memory plan: several engines; use zero-trial plan, which adds them up",
+        "no memory plan: use zero-trial plan for pipelines, stage by stage",
     ]
     events.clear()
     watch = MemoryWatch(events.append)

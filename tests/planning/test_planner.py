@@ -128,7 +128,7 @@ def test_the_smallest_change(given: dict[str, Any], limit: int, change: str | No
         (0, 22, f"rank 0 needs 28.0 GiB, has 22.0 GiB (activations 20.0 GiB). Smallest change that fits: {MICRO.format(2, 2)}."),
         (5, 22, "rank 0 needs 33.0 GiB, has 22.0 GiB (activations 20.0 GiB, processes 5.0 GiB). Smallest"),
         (0, 1, "rank 0 needs 28.0 GiB, has 1.0 GiB (activations 20.0 GiB). No stage and no micro-batch fits; "
-               "the least of those compared is 13.0 GiB at ZeRO-2 with micro batch 1."),
+               "the smallest of those compared is 13.0 GiB at ZeRO-2 with micro batch 1."),
     ],
 )  # fmt: skip
 def test_the_message_of_a_run_that_does_not_fit(processes: int, limit: int, text: str) -> None:

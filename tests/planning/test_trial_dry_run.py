@@ -122,8 +122,8 @@ MISTAKES = [
     ('"width"', '"widht"', "error: hyperparameters.widht: no such hyperparameter: expected one of ['width']. Did you mean width?"),
     ("= context\n", "= contex\n", "error: model_def.py:9: LineTrial.__init__ raised NameError: name 'contex'"),
     ("context.initialize(", "dict(", "error: ZeroTrialContext: Must have at least one model engine."),
-    ("* 40", "* 0", f"error: rank 0, 1: {LOADER} returned a loader that yields nothing: got batches per rank: [0, 0]"),
-    ("* 12", "* 0", "error: rank 0, 1: build_validation_data_loader returned a loader that yields nothing"),
+    ("* 40", "* 0", f"error: rank 0, 1: {LOADER} returned an empty loader: got batches per rank: [0, 0]"),
+    ("* 12", "* 0", "error: rank 0, 1: build_validation_data_loader returned an empty loader"),
     (ITEMS, "return list([1]", f"error: model_def.py:13: {LOADER} raised TypeError: list expected"),
     (ITEMS, "(lambda *a: 0)([1]", f"error: {LOADER} must return"),
     (ITEMS, ITEMS.replace("DataL", "torch.utils.data.DataL"), f"error: {LOADER} returned torch.utils.data.dataloader.DataLoader"),
@@ -140,7 +140,9 @@ MISTAKES = [
 def test_what_a_trial_can_do_wrong(tmp_path: Path, old: str, new: str, message: str):
     found = said(run(tmp_path, changed(old, new)))
     assert found[0].startswith(message), found
-    assert all(text.startswith("note: evaluate_batch was not run: the") for text in found[1:]), "one cause, one fault"
+    assert all(text.startswith("note: evaluate_batch was not run, because the") for text in found[1:]), (
+        "one cause, one fault"
+    )
     assert len(found) < 3
     assert ("context.disable_dataset_reproducibility_checks()" in found[0]) is ("torch.utils.data.DataL" in new)
 
@@ -259,7 +261,7 @@ UNKNOWN = "note: const.yaml:7 searcher.metric: whether "
             'return {"validation_loss"',
             'return batch_idx or {"validation_loss"',
             "validation_loss",
-            f'{UNKNOWN}"validation_loss" is reported is not known without --dry-run',
+            f'{UNKNOWN}"validation_loss" is reported is unknown without --dry-run',
         ),
     ],
 )

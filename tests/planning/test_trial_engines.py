@@ -124,7 +124,7 @@ def test_a_trial_is_planned_for_an_absent_gpu_with_offload(stage: int, place: st
 def test_faults_and_auto_from_the_width_of_the_model() -> None:
     with pytest.raises(ConfigError, match="needs a model"):
         TrialEngines(2).initialize(config=ds_config(1))
-    with pytest.raises(TrialError, match="the trial made no engine"):
+    with pytest.raises(TrialError, match="the trial created no engine"):
         _ = TrialEngines(2).settings
 
     class Wide(torch.nn.Linear):

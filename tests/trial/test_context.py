@@ -162,7 +162,7 @@ def test_a_tensorboard_writer_gets_what_is_reported(tmp_path: Path) -> None:
 
     run_rank(Writes, steps(2), tensorboard_path=tmp_path / "tb")
     assert [path.name.startswith("events.") for path in (tmp_path / "tb").iterdir()] == [True]
-    with pytest.raises(ConfigError, match="keeps no TensorBoard files"):
+    with pytest.raises(ConfigError, match="writes no TensorBoard files"):
         context().get_tensorboard_writer()
 
 

@@ -174,7 +174,7 @@ def test_a_trial_that_measures_its_speed_neither_evaluates_nor_saves(tmp_path: P
     ]
     assert 0 < run.record.validation[0][1][SPEED_METRIC] < 4.0  # the clock is read several times in a step
     assert not list(tmp_path.iterdir()) and run.outcome.checkpoint is None
-    with pytest.raises(ConfigError, match="no steps to measure after 2"):
+    with pytest.raises(ConfigError, match="no steps are left to measure after 2"):
         run_rank(LineTrial, steps(2, metric=SPEED_METRIC), storage=tmp_path)
 
 
@@ -396,7 +396,7 @@ def test_manual_accumulation_and_steps_that_do_too_little() -> None:
     few = "did not train for gradient accumulation steps: got 1 micro-batches, expected a multiple of 2"
     with pytest.raises(TrialError, match=few):
         run_rank(TooFew, steps(2), ds_config=TWICE)
-    with pytest.raises(TrialError, match="rank 0, step 1: train_batch did not train: no engine has made a step"):
+    with pytest.raises(TrialError, match="rank 0, step 1: train_batch did not train: no engine took a step"):
         run_rank(Forgets, steps(2))
 
 

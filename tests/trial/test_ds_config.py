@@ -132,7 +132,7 @@ def test_an_engines_own_numbers(tmp_path: Path) -> None:
     engine = FakeEngine(torch.nn.Linear(1, 1), {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3})
     assert reconcile_engine(engine, platform(tmp_path, hparams={"global_batch_size": 12})).train_batch_size == 12
     with pytest.raises(
-        ConfigError, match=r"hyperparameters.global_batch_size: contradicts the engine: got 16, expected 12"
+        ConfigError, match=r"hyperparameters.global_batch_size: differs from the engine's value: got 16, expected 12"
     ):
         reconcile_engine(engine, platform(tmp_path, hparams={"global_batch_size": 16}))
     with pytest.raises(InvalidHP, match="data_parallel_world_size"):
@@ -163,14 +163,14 @@ def test_a_model_without_stages_changes_nothing(model: Any) -> None:
 def test_the_stages_of_a_model_must_agree(said: dict[str, Any]) -> None:
     assert with_stages(open_source(said), Staged(4)).value == said
     with pytest.raises(
-        ConfigError, match=r"another number of pipeline stages: got 4, expected 2, as in PipelineModule"
+        ConfigError, match=r"a different number of pipeline stages: got 4, expected 2, as in PipelineModule"
     ):
         with_stages(open_source(said), Staged(2))
 
 
 def test_a_file_that_is_not_there_says_how_to_send_it(tmp_path: Path) -> None:
     around = platform(tmp_path, experiment={"data": {"ds_config": "ds_config.json"}})
-    with pytest.raises(ConfigError, match=r"data\.ds_config: there is no ds_config\.json in .*--include"):
+    with pytest.raises(ConfigError, match=r"data\.ds_config: ds_config\.json does not exist in .*--include"):
         trial_ds_config(None, around)
 
 

@@ -91,17 +91,15 @@ def watch(*talks: tuple[int, Sequence[float | None]]) -> list[str]:
 def test_a_slow_rank_is_named_with_its_times() -> None:
     (reported,) = watch((1, (9.0, 0.0, 0.0)), (5, (0.4, 0.2, 2.0)), (9, (0.4, 0.4, 2.0)), (13, (0.4, 0.4, 2.0)))
     assert reported == (
-        "rank 2 keeps the others waiting: in steps 6 to 9 it was busy 0.50 s per step, and others 0.10 s. "
-        "Look at its data loading, and at what else runs on its host"
+        "rank 2 delays the others: in steps 6 to 9 it was busy 0.50 s per step, others 0.10 s. "
+        "Check its data loading, and what else runs on its host"
     )
 
 
 def test_short_talks_are_joined_to_a_stretch() -> None:
     talks = [(step, (0.010, 0.050)) for step in range(1, 20)]
     (reported,) = watch(*talks)
-    assert reported.startswith(
-        "rank 1 keeps the others waiting: in steps 6 to 9 it was busy 50.0 ms per step, and others 10.0 ms"
-    )
+    assert reported.startswith("rank 1 delays the others: in steps 6 to 9 it was busy 50.0 ms per step, others 10.0 ms")
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_the_lowest_position_counts_where_ranks_differ(tmp_path: Path) -> None:
     state = read_state(tmp_path / "step-000002")
     assert (state.micro_batches, state.samples) == (2, 8)
     assert any(
-        "ranks have taken different numbers of batches [[2, 8], [3, 12]]" in message for message in messages(first)
+        "ranks have consumed different numbers of batches [[2, 8], [3, 12]]" in message for message in messages(first)
     )
 
 
@@ -237,8 +237,8 @@ class Stream(torch.utils.data.IterableDataset[int]):
         ({"dataset": Stream()}, "disable_dataset_reproducibility_checks"),
         ({"dataset": [1], "batch_size": 0}, "positive"),
         ({"dataset": [1], "batch_size": None}, "positive"),
-        ({"dataset": [1], "shuffle": True, "sampler": [0]}, "excludes shuffle"),
-        ({"dataset": [1], "shuffle": True, "batch_sampler": [[0]]}, "excludes batch_size"),
+        ({"dataset": [1], "shuffle": True, "sampler": [0]}, "cannot be combined with shuffle"),
+        ({"dataset": [1], "shuffle": True, "batch_sampler": [[0]]}, "cannot be combined with batch_size"),
     ],
 )
 def test_what_cannot_be_sharded_or_means_nothing_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -294,7 +294,7 @@ def test_a_loader_with_a_state_takes_it_back() -> None:
 
 
 def test_a_loader_that_yields_nothing() -> None:
-    with pytest.raises(DataError, match="build_x returned a loader that yields nothing"):
+    with pytest.raises(DataError, match="build_x returned an empty loader"):
         next(TrainFeed([], "build_x", repeat=True))
 
 
@@ -337,7 +337,7 @@ def test_the_smallest_counts_and_is_said() -> None:
 def test_a_rank_without_batches_is_named_on_every_rank() -> None:
     for error in agree([2, 0]):
         assert isinstance(error, DataError)
-        assert str(error).startswith("rank 1: build_x returned a loader that yields nothing")
+        assert str(error).startswith("rank 1: build_x returned an empty loader")
 
 
 @pytest.mark.parametrize(

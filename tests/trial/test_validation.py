@@ -58,7 +58,7 @@ def test_what_is_left_over_is_split_and_a_loss_is_said(tmp_path: Path, size: int
 
     first, _ = run_world(2, Uneven, steps(1), tmp_path)
     assert first.outcome.final_metrics["total"] == total
-    said = [event["message"] for event in first.record.events if "left out" in event.get("message", "")]
+    said = [event["message"] for event in first.record.events if "skipped" in event.get("message", "")]
     assert len(said) == (1 if left_out else 0) and all(f"the last {left_out} samples" in message for message in said)
 
 
@@ -166,7 +166,7 @@ def test_a_loader_that_yields_nothing() -> None:
     class Empty(Indices):
         size = 0
 
-    with pytest.raises(DataError, match="rank 0: build_validation_data_loader returned a loader that yields nothing"):
+    with pytest.raises(DataError, match="rank 0: build_validation_data_loader returned an empty loader"):
         run_rank(Empty, steps(1))
 
 
@@ -190,7 +190,7 @@ def test_a_method_that_takes_more_than_one_batch() -> None:
             next(dataloader_iter)
             return {"m": 1.0}
 
-    with pytest.raises(DataError, match="evaluate_batch took more batches than there are"):
+    with pytest.raises(DataError, match="evaluate_batch consumed more batches than exist"):
         run_rank(Greedy, steps(1))
 
 
@@ -214,7 +214,7 @@ def test_under_a_pipeline_batches_come_in_groups_and_a_rest_is_said() -> None:
     assert run.trial.engine.global_steps == 2
     # one group: the first of four batches starts it
     assert run.outcome.final_metrics["highest"] == 1
-    assert any("1 batches at the end are left out" in event.get("message", "") for event in run.record.events)
+    assert any("the last 1 batches are skipped" in event.get("message", "") for event in run.record.events)
 
 
 def test_under_a_pipeline_the_loader_must_fill_one_group() -> None:

@@ -117,7 +117,7 @@ class _ExperimentCheck:
         self.issues += check_searcher(experiment)
         self.issues += [note(Area.EXPERIMENT, Severity.WARNING, text) for text in examined.cluster_warnings]
         self.issues += [
-            note(Area.EXPERIMENT, Severity.FAULT, f"a master refuses this: {fault.what}", where=fault.where)
+            note(Area.EXPERIMENT, Severity.FAULT, f"a master rejects this: {fault.what}", where=fault.where)
             for fault in examined.cluster_faults
         ]
         model_dir = self._model_dir(experiment)
@@ -172,12 +172,12 @@ class _ExperimentCheck:
         searcher, seed = experiment.searcher.name, experiment.experiment_seed or 0
         space = self.report.space = explore(experiment.hyperparameters, searcher, max(self.request.points, 1), seed)
         if not experiment.names_ds_config():
-            self.looked[Area.DS_CONFIG] = "ds_config is the trial's own"
+            self.looked[Area.DS_CONFIG] = "the trial passes its own ds_config"
             return None
         checks = self.report.configs = check_ds_configs(experiment, model_dir, max(slots, 1), space)
         self.issues += checks.issues
         if len(space.points) > 1:
-            total = space.total if space.total is not None else "a space without end"
+            total = space.total if space.total is not None else "an infinite space"
             some = "" if space.complete else f" of {total}"
             self.looked[Area.SPACE] = (
                 f"{len(space.points)} points{some}: {len(checks.legal)} legal, {len(checks.pruned)} would be pruned"
@@ -227,10 +227,10 @@ def check_searcher(experiment: ExperimentConfig) -> list[CheckIssue]:
     name, axes = searcher.name, list(find_ranges(experiment.hyperparameters))
     what, fix = "", "Use searcher: {name: single}."
     if name != "single" and not axes:
-        what = f"there is nothing to search: all hyperparameters are constants, and {name} tries them again and again"
+        what = f"there is nothing to search: all hyperparameters are constants, so {name} would repeat the same point"
     elif name == "single" and axes:
         listed = ", ".join(".".join(path) for path, _ in axes)
-        what = f"single draws one point, and zero-trial run takes constants only: {listed}"
+        what = f"single draws one point, but zero-trial run only accepts constants: {listed}"
         fix = "Use constants, or another searcher."
     if what:
         found.append(note(Area.SPACE, Severity.WARNING, what, where=document.where("searcher.name"), fix=fix))

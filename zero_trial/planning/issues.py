@@ -122,12 +122,12 @@ def check_machine(slots: int, where: str, devices: HostDevices, config: DsConfig
     except ConfigError as error:
         found += issues_of(Area.SLOTS, error)
     if not devices.gpus and slots > devices.cores:
-        what = f"{slots} ranks share {devices.cores} cores of this machine, which has no GPU"
+        what = f"{slots} ranks would share the {devices.cores} cores of this machine, which has no GPU"
         fix = f"Use --slots {devices.cores} to try it here."
         found.append(note(Area.SLOTS, Severity.WARNING, what, where=where, fix=fix))
     if config is not None and config.fp16.enabled and not devices.gpus:
-        what = "fp16 on a machine without a GPU: it is slow there, and its gradients need a loss scale"
-        fix = 'Use "bf16": {"enabled": true} in its place; the processor supports it.'
+        what = "fp16 on a machine without a GPU: fp16 is slow on CPUs, and its gradients need a loss scale"
+        fix = 'Use "bf16": {"enabled": true} instead; the processor supports it.'
         found.append(note(Area.DS_CONFIG, Severity.WARNING, what, where=_where(config, "fp16.enabled"), fix=fix))
     return found
 
@@ -165,14 +165,14 @@ def check_nvme(config: DsConfig, look: Callable[[Path], str] = look_at, base: Pa
 
 
 def _of_folder(folder: str, where: str, seen: str) -> CheckIssue | None:
-    severity, fix = Severity.FAULT, "Name another one."
+    severity, fix = Severity.FAULT, "Use another folder."
     if seen == _MISSING:
-        what, fix = "the folder does not exist on this machine", "Make it, or name another one."
+        what, fix = "the folder does not exist on this machine", "Create it, or use another folder."
     elif seen == _READ_ONLY:
         what = "the folder is not writable"
     elif seen in IN_MEMORY:
-        severity, fix = Severity.WARNING, "Name a folder on a disk."
-        what = f"this folder is memory ({seen}): what is offloaded to it saves none"
+        severity, fix = Severity.WARNING, "Use a folder on a disk."
+        what = f"this folder is in memory ({seen}), so offloading to it saves no memory"
     else:
         return None
     return note(Area.DS_CONFIG, severity, what, where=where, got=folder, fix=fix)

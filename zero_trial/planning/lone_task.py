@@ -243,7 +243,7 @@ class TrialEngines:
         """Return the ds_config of the first engine."""
         if not self.models:
             raise TrialError(
-                "the trial made no engine", where="plan", fix="Call context.initialize(model=...) in its __init__."
+                "the trial created no engine", where="plan", fix="Call context.initialize(model=...) in its __init__."
             )
         return self.models[0].settings
 

@@ -103,7 +103,7 @@ class Plan:
     def processes_row(self) -> list[str]:
         """Return a table's row of what a rank's processes take; none where they do not count."""
         size = f"  {'processes':<24}{format_bytes(self.processes):>12}"
-        return [f"{size}  of each rank, without its tensors: Python, torch, the command"] if self.processes else []
+        return [f"{size}  per rank, without its tensors: Python, torch, the command"] if self.processes else []
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class MemoryPlan(Plan):
             lines.append(f"  {name:<24}{format_bytes(value):>12}  {each}".rstrip())
         lines += self.processes_row()
         if self.how == ON_CPU:
-            lines.append("  activations and temporary memory are those of the CPU's kernels")
+            lines.append("  activations and temporary memory were measured with the CPU's kernels")
         if limit is not None:
             lines.append(f"  {'limit':<24}{format_bytes(limit):>12}  {'fits' if self.fits(limit) else 'does not fit'}")
         return "\n".join(lines)

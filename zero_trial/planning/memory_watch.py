@@ -68,7 +68,7 @@ class MemoryWatch:
             first = self._blueprint is None and self._engine is None
             if isinstance(kwargs.get("model"), PipelineModule):
                 made = initialize(*args, **kwargs)
-                self._give_up("zero-trial plan has a pipeline's, stage by stage")
+                self._give_up("use zero-trial plan for pipelines, stage by stage")
                 return made
             if first and isinstance(kwargs.get("model"), nn.Module):
                 self._copy(kwargs)
@@ -76,7 +76,7 @@ class MemoryWatch:
             if first and isinstance(made[0], Engine):
                 self._watch(made[0])
             elif isinstance(made[0], Engine):
-                self._give_up("several engines; zero-trial plan takes them together")
+                self._give_up("several engines; use zero-trial plan, which adds them up")
             return made
 
         return initialize_and_watch

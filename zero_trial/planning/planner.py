@@ -270,8 +270,8 @@ class RunPlanner(Generic[P]):
         else:
             least = min((row.plan for row in self.compare() if row.plan is not None), key=lambda plan: plan.needs)
             fix = (
-                f"No stage and no micro-batch fits; the least of those compared is {format_bytes(least.needs)} at ZeRO-{least.stage} "
-                f"with micro batch {least.micro_batch}. Use more ranks, a shorter input, activation checkpointing or a smaller model."
+                f"No stage and no micro-batch fits; the smallest of those compared is {format_bytes(least.needs)} at ZeRO-{least.stage} with "
+                f"micro batch {least.micro_batch}. Use more ranks, a shorter input, activation checkpointing or a smaller model."
             )
         what = f"{own.who} needs {format_bytes(own.needs)}, has {format_bytes(limit)}"
         return DoesNotFit(f"{what} ({detail})" if detail else what, fix=fix)

@@ -200,7 +200,7 @@ class _Stage:
         stated = validator.stated_metrics()
         method = trial.evaluate_full_dataset if validator.evaluates_whole else trial.evaluate_batch
         if not ready:
-            text = f"{method.__name__} was not run: the step before it was not run to its end"
+            text = f"{method.__name__} was not run, because the step before it did not finish"
             self._note(Area.METRIC, Severity.NOTE, text)
         elif not room:
             self._left_out(method.__name__)
@@ -216,9 +216,7 @@ class _Stage:
             metrics = dict.fromkeys(stated, 0.0)  # their values are not known
         else:
             without = " without --dry-run" if ready else ""
-            what = (
-                f'whether "{searcher.metric}" is reported is not known{without}: the source does not name every metric'
-            )
+            what = f'whether "{searcher.metric}" is reported is unknown{without}: the source does not name every metric'
             self._note(Area.METRIC, Severity.NOTE, what, where=where)
             return
         if searcher.metric in COUNTERS:

@@ -128,11 +128,11 @@ def kept_keys(words: Iterable[str]) -> tuple[str, ...]:
     for key in found:
         if not any(_is_kept(tuned, (key,)) for tuned in _TUNED):
             raise ConfigError(
-                "no way to train changes this key",
+                "zero-trial tune never changes this key",
                 where="--keep",
                 got=key,
                 expected=", ".join(_TUNED),
-                fix=did_you_mean(key, _TUNED) or "Leave it out: it stays as it is.",
+                fix=did_you_mean(key, _TUNED) or "Omit it: its value is kept.",
             )
     return found
 
@@ -236,9 +236,8 @@ def of_other_samples(way: TrainingWay, found: Weighed, own: TrainingWay, configu
     if step == expected:
         return found
     why = (
-        f"the loader gives batches of {found.samples} samples (the first tensor's first dimension), so a step would "
-        f"train on {step} and not on {expected}. "
-        f"Size its batches by context.get_train_micro_batch_size_per_gpu(), or give --keep {MICRO}."
+        f"the loader's batches have {found.samples} samples (the first tensor's first dimension), so a step would train on {step} instead of "
+        f"{expected}. Set the batch size to context.get_train_micro_batch_size_per_gpu(), or pass --keep {MICRO}."
     )
     return replace(found, refusal=why)
 
@@ -289,7 +288,7 @@ def select(
     for way in ways:
         have = fitting.setdefault(way.ladder, [])
         if way.micro_batch in have and way != own:
-            pruned.append((way, "not needed: the same without it fits"))
+            pruned.append((way, "not needed: it already fits without this setting"))
             continue
         if len(have) >= sizes and way != own:
             pruned.append((way, f"not needed: {sizes} larger micro-batches fit"))
@@ -325,9 +324,9 @@ def facts_of(checked: CheckedRun, *, keep: Sequence[str], accelerator: bool) -> 
     config, batch = checked.ds_config, checked.batch
     if config is None or batch is None:
         raise ConfigError(
-            "the ds_config is the trial's own, so its values cannot be changed from outside",
+            "the trial passes its own ds_config, so zero-trial cannot change its values",
             where=str(checked.experiment_path),
-            fix="Name it in data.ds_config, and give the trial's engine context.get_ds_config().",
+            fix="Name it in data.ds_config, and pass context.get_ds_config() to the trial's engine.",
         )
     section, zero, tuning = config.pipeline, config.zero_optimization, config.autotuning
     chunks = SCHEDULE_CHUNKS[section.schedule] or (
@@ -427,7 +426,7 @@ def refuse_autotuning(tuning: AutotuningSection, batch: int) -> None:
     a global batch of ``batch`` samples."""
     if tuning.tuner_type == "random":
         raise ConfigError(
-            "ways are not tried in random order",
+            "random order is not supported",
             where="autotuning.tuner_type",
             got="random",
             expected="model_based or gridsearch",
@@ -435,7 +434,7 @@ def refuse_autotuning(tuning: AutotuningSection, batch: int) -> None:
     most = tuning.max_train_batch_size
     if batch < tuning.min_train_batch_size or (most is not None and batch > most):
         raise ConfigError(
-            "the global batch stays as it is, because another one trains something else",
+            "the tuner keeps the global batch, because another size would change training",
             where=f"autotuning.{'min' if batch < tuning.min_train_batch_size else 'max'}_train_batch_size",
             got=f"train_batch_size {batch}",
             fix="Set train_batch_size, or remove the limit.",

@@ -103,7 +103,7 @@ def _no_such_file(text: str) -> ConfigError:
         folder = Path(text).parent
         names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
         near = difflib.get_close_matches(Path(text).name, names, 1)
-    fix = f'Did you mean "{near[0]}"?' if near else "Give a path to a JSON file, a dict, or url-safe base64 of JSON."
+    fix = f'Did you mean "{near[0]}"?' if near else "Pass a path to a JSON file, a dict, or URL-safe base64 of JSON."
     return ConfigError(what, where=quoted or '""', fix=fix)
 
 
@@ -227,7 +227,7 @@ class _Parser:
     def string(self) -> str:
         match = _STRING.match(self.text, self.at)
         if not match:
-            raise self.fault("a string is not closed", expected=self.text[self.at])
+            raise self.fault("a string is not terminated", expected=self.text[self.at])
         text = _ESCAPE.sub(self.unescaped, match[2])
         self.at = match.end()
         # two escaped halves are one character outside the basic plane; a lone half is replaced
@@ -246,7 +246,7 @@ class _Parser:
         found = skipped.match(self.text, self.at)
         self.at = found.end() if found else self.at
         if self.text.startswith("/*", self.at):
-            raise self.fault("a comment is not closed", expected='"*/"')
+            raise self.fault("a comment is not terminated", expected='"*/"')
         return self.text[self.at : self.at + 1]
 
     def rest(self) -> str:
@@ -436,7 +436,7 @@ class _Builder:
         if not isinstance(value, int | float):
             self.faults.append(
                 ConfigError(
-                    "this key is not text",
+                    "this key is not a string",
                     where=f"{self.file}:{node.start_mark.line + 1} {'.'.join(above)}".strip(),
                     got=shown(value),
                     fix="Put it into quotes." if value is None else "Write a name.",

@@ -59,7 +59,7 @@ def read_state(path: Path) -> TrialSnapshot:
         content = json.loads((path / TRIAL_STATE).read_text())
         seal = content.pop("sha256", None)
         if seal is not None and seal != _sum(content):
-            raise ValueError("another content than was written")
+            raise ValueError("checksum mismatch")
         if content.pop("format") != FORMAT:
             raise ValueError("another format")
         return TrialSnapshot(**content)
@@ -214,7 +214,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"the checkpoint cannot be written ({fault})",
                 where=str(path / TRIAL_STATE),
-                fix="Free some space; the checkpoints before this one are untouched.",
+                fix="Free some space; earlier checkpoints are unaffected.",
             )
 
     def _own_part(self, loader_state: Any) -> dict[str, Any]:

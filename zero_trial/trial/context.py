@@ -236,7 +236,7 @@ class ZeroTrialContext:
                 "this is not an engine",
                 where="wrap_model_engine",
                 got=type(engine).__name__,
-                fix="Wrap the first of the four things that zero_trial.initialize returns.",
+                fix="Wrap the first of the four values that zero_trial.initialize returns.",
             )
         self.engines.append(engine)
         if len(self.engines) == 1:
@@ -249,7 +249,7 @@ class ZeroTrialContext:
                 ends = (bool(engine.is_first_stage()), bool(engine.is_last_stage())) if knows else ()
                 self._mpu = make_engine_mpu(engine.mpu, *ends)
         elif engine.train_micro_batch_size_per_gpu() != self.get_train_micro_batch_size_per_gpu():
-            self.note("engines differ in micro batch size; the first engine's counts for the data loaders")
+            self.note("engines differ in micro batch size; the data loaders use the first engine's")
         return engine
 
     def wrap_mpu(self, mpu: Any) -> ModelParallelUnit:
@@ -396,7 +396,7 @@ class ZeroTrialContext:
     def _started(self) -> TrainPosition:
         if self.position is None:
             raise TrialError(
-                "training has not started", where="ZeroTrialContext", fix="Ask inside train_batch or a callback."
+                "training has not started", where="ZeroTrialContext", fix="Use it inside train_batch or a callback."
             )
         return self.position
 
@@ -459,7 +459,7 @@ class TensorBoardLog:
         """Make and return the folder. Raises ConfigError if the platform keeps no such files."""
         path = self._platform.tensorboard_path
         if path is None:
-            raise ConfigError("this platform keeps no TensorBoard files", where="get_tensorboard_path")
+            raise ConfigError("this platform writes no TensorBoard files", where="get_tensorboard_path")
         path.mkdir(parents=True, exist_ok=True)
         return path
 

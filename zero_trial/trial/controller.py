@@ -105,7 +105,7 @@ class StepRunner:
         moved = [engine.micro_steps - old for engine, old in zip(engines, before, strict=True)]
         if not any(moved):
             raise TrialError(
-                "train_batch did not train: no engine has made a step",
+                "train_batch did not train: no engine took a step",
                 where=where,
                 fix="Call engine.backward(loss) and engine.step() for every micro-batch.",
             )
@@ -119,7 +119,7 @@ class StepRunner:
                     where=f"{where}, model{index}",
                     got=f"{moved[index]} micro-batches",
                     expected=f"a multiple of {accumulation}",
-                    fix="Call engine.step() once per call of train_batch; after disable_auto_grad_accumulation() for all micro-batches.",
+                    fix="Call engine.step() once per call of train_batch; after disable_auto_grad_accumulation(), once per micro-batch.",
                 )
 
     def _compare_reads(self, trained: int, taken: int, where: str) -> None:
@@ -192,7 +192,7 @@ class Controller:
                 state = opened[1]
             elif opened is not None:
                 context.weights_only = True
-                context.note(f"the checkpoint is of another trial ({opened[1].trial_id}): only its weights are used")
+                context.note(f"the checkpoint is of another trial ({opened[1].trial_id}): only its weights are loaded")
             data = open_train_data(self._trial, context, state.resume(context.distributed.rank))
             loop = TrainLoop(
                 self._trial,

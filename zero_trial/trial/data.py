@@ -114,13 +114,15 @@ def _check(dataset: Any, batch_size: Any, shuffle: bool, sampler: Any, batch_sam
             "an iterable dataset cannot be sharded and resumed exactly",
             where="DataLoader",
             got=type(dataset).__name__,
-            expected="a dataset with a length that takes an index",
+            expected="a map-style dataset, with a length and an index",
             fix="Return torch's DataLoader and call context.disable_dataset_reproducibility_checks().",
         )
     if batch_sampler is not None and (batch_size != 1 or shuffle or sampler is not None or drop_last):
-        raise DataError("batch_sampler excludes batch_size, shuffle, sampler and drop_last", where="DataLoader")
+        raise DataError(
+            "batch_sampler cannot be combined with batch_size, shuffle, sampler or drop_last", where="DataLoader"
+        )
     if sampler is not None and shuffle:
-        raise DataError("sampler excludes shuffle", where="DataLoader")
+        raise DataError("sampler cannot be combined with shuffle", where="DataLoader")
     if batch_sampler is None and (not isinstance(batch_size, int) or batch_size < 1):
         raise DataError("batch_size must be a positive number", where="DataLoader", got=batch_size)
 
@@ -165,11 +167,11 @@ class TrainFeed:
             batch = next(self._batches, _END)
         if batch is _END:
             raise DataError(
-                f"{self._name} returned a loader that yields nothing",
+                f"{self._name} returned an empty loader",
                 where=type(self._loader).__name__,
                 got="0 batches on this rank",
                 expected="at least one",
-                fix="Check the path of the data and its split; with drop_last, that a batch is not larger than a rank's samples.",
+                fix="Check the path of the data and its split; with drop_last, check that a batch is not larger than a rank's samples.",
             )
         self.taken += 1
         return batch
@@ -209,7 +211,7 @@ def accept_loader(loader: Any, name: str, check: bool) -> Any:
             f"{name} returned {type(loader).__module__}.{type(loader).__name__}. Only zero_trial.trial.DataLoader gives exact sharding, "
             "reproducibility of the shuffle and exact resume",
             fix="Return one (from zero_trial.trial import DataLoader: the same arguments), or, to disable this check, call "
-            "context.disable_dataset_reproducibility_checks() in the trial's __init__; sharding the data over the ranks is then up to you.",
+            "context.disable_dataset_reproducibility_checks() in the trial's __init__; you must then shard the data over the ranks yourself.",
         )
     return loader
 
@@ -280,11 +282,11 @@ def _skip(loader: DataLoader, mpu: ModelParallelUnit, resume: DataPosition) -> i
     skip, rest = divmod(resume.samples, loader.batch_size * mpu.data_parallel_world_size)
     if rest:
         raise DataError(
-            "the run cannot go on at exactly the next sample",
+            "the run cannot continue at exactly the next sample",
             where="resume",
             got=f"{resume.samples} samples so far",
             expected=f"a multiple of micro batch {loader.batch_size} x {mpu.data_parallel_world_size} replicas",
-            fix="Choose a micro batch that divides the global batch of before.",
+            fix="Choose a micro batch that divides the earlier global batch.",
         )
     return skip
 
@@ -311,7 +313,7 @@ def batches_by_rank(distributed: Distributed, batches: int | None, loader: str) 
     empty = [rank for rank, number in enumerate(numbers) if number == 0]
     if empty or all(number is None for number in numbers):
         raise DataError(
-            f"{loader} returned a loader that yields nothing",
+            f"{loader} returned an empty loader",
             where=f"rank {', '.join(map(str, empty))}",
             got=f"batches per rank: {numbers}",
             expected="at least one on each",
@@ -333,7 +335,7 @@ def epoch_steps(
     micro = agreed_minimum(distributed, mine, TRAIN_LOADER, note)
     if micro < accumulation:
         note(
-            f"{TRAIN_LOADER}: an epoch has {micro} micro-batches, one step needs {accumulation}; an epoch is counted as one step"
+            f"{TRAIN_LOADER}: an epoch has {micro} micro-batches, but one step needs {accumulation}; an epoch counts as one step"
         )
     return max(micro // accumulation, 1)
 
@@ -369,7 +371,7 @@ def compare_batch(loader: Any, context: ZeroTrialContext) -> None:
     if samples is not None and 0 < samples < micro * replicas:
         whole = f"{micro} of {replicas} replicas" if replicas > 1 else f"{micro}"
         context.note(
-            f"{TRAIN_LOADER}: {samples} samples are fewer than one micro-batch ({whole}); each comes several times in it"
+            f"{TRAIN_LOADER}: {samples} samples are fewer than one micro-batch ({whole}), so each sample is repeated in it"
         )
 
 
@@ -379,6 +381,6 @@ def data_position(feed: TrainFeed | None, context: ZeroTrialContext) -> DataPosi
     ranks = context.distributed.allgather(None if own is None else [own.micro_batches, own.samples])
     known = [position for position in ranks if position is not None]
     if known and min(known) != max(known):
-        context.note(f"ranks have taken different numbers of batches {ranks}; a resume goes on from {min(known)}")
+        context.note(f"ranks have consumed different numbers of batches {ranks}; a resume continues from {min(known)}")
     micro_batches, samples = min(known, default=[0, 0])
     return DataPosition(samples, micro_batches, None if own is None else own.loader)

@@ -109,11 +109,11 @@ def with_stages(config: Document, model: Any) -> Document:
         return config if stages == 1 else config.with_value(("mesh", "pipe"), stages, place)
     if config.get(said) != stages:
         raise ConfigError(
-            "the model has another number of pipeline stages",
+            "the model has a different number of pipeline stages",
             where=config.at(said).where(".".join(said)),
             got=config.get(said),
             expected=f"{stages}, as in PipelineModule(num_stages={stages})",
-            fix="Leave num_stages out: then ds_config decides.",
+            fix="Omit num_stages: then ds_config decides.",
         )
     return config
 
@@ -130,9 +130,9 @@ def _opened(base: Given | None, model_dir: Path) -> Document:
         return read_preset(name, "data.ds_config")
     if Path(name).suffix in FILE_KINDS and not Path(name).is_file():
         raise ConfigError(
-            f"there is no {name} in {model_dir}",
+            f"{name} does not exist in {model_dir}",
             where="data.ds_config",
-            fix=f"Put it beside the model, or send it along: det experiment create ... --include path/to/{Path(name).name}.",
+            fix=f"Put it next to the model, or upload it: det experiment create ... --include path/to/{Path(name).name}.",
         )
     return open_source(name)
 
@@ -176,7 +176,7 @@ def reconcile_engine(engine: Any, platform: Platform) -> Reconciled:
         wanted = platform.hparams.get(name)
         if wanted is not None and wanted != value:
             raise (InvalidHP if is_search(platform) else ConfigError)(
-                "contradicts the engine",
+                "differs from the engine's value",
                 where=f"hyperparameters.{name}",
                 got=wanted,
                 expected=value,

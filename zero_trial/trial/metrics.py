@@ -138,13 +138,11 @@ def validation_metrics(batches: Sequence[Any], reducers: Mapping[str, Reducer], 
 
 def _over_batches(name: str, values: list[Any], reducer: Reducer, where: str) -> Any:
     if any(value is None for value in values):
-        raise TrialError(
-            f"the validation metric {name} is None", where=where, fix="Return a number, or leave the name out."
-        )
+        raise TrialError(f"the validation metric {name} is None", where=where, fix="Return a number, or omit the name.")
     tensors = [_as_tensor(name, value, where).detach() for value in values]
     if any(tensor.shape != tensors[0].shape for tensor in tensors):
         raise TrialError(
-            f"the validation metric {name} changes its shape from batch to batch",
+            f"the validation metric {name} changes its shape between batches",
             where=where,
             got=", ".join(map(str, dict.fromkeys(tuple(tensor.shape) for tensor in tensors))),
             fix=f"Return {name}.mean().",
@@ -173,7 +171,7 @@ def over_ranks(parts: Sequence[tuple[Mapping[str, Any], int]], reducers: Mapping
         )
         if shapes != first:
             raise TrialError(
-                "evaluate_batch returns other metrics than on other ranks",
+                "evaluate_batch returns different metrics than on other ranks",
                 where=f"rank {rank}",
                 got=", ".join(f"{name} {list(shape)}" if shape else name for name, shape in sorted(shapes.items())),
                 expected=f"as on rank {numbered[0][0]}: "

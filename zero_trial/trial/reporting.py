@@ -147,8 +147,8 @@ class StragglerWatch:
             return None
         self._named.add(rank)
         return (
-            f"rank {rank} keeps the others waiting: in steps {begin + 1} to {step} it was busy {_time(each[rank])} per step, "
-            f"and others {_time(others)}. Look at its data loading, and at what else runs on its host"
+            f"rank {rank} delays the others: in steps {begin + 1} to {step} it was busy {_time(each[rank])} per step, others {_time(others)}. "
+            "Check its data loading, and what else runs on its host"
         )
 
 

@@ -62,7 +62,7 @@ def total_steps(max_length: TrainUnit, epoch_length: int) -> int:
     if isinstance(max_length, Batch):
         return max_length.value
     if epoch_length >= UNENDING:
-        fix = "Give the length in batches, or return a loader that has a length."
+        fix = "Give the length in batches, or return a loader with a length."
         raise ConfigError(
             "the training loader has no length, so there are no epochs", where="max_length", got=max_length, fix=fix
         )
@@ -83,7 +83,7 @@ def read_unit(value: Any, where: str, global_batch_size: int | None = None) -> T
     name, number = next(iter(value.items())) if isinstance(value, Mapping) and len(value) == 1 else ("batches", value)
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise ConfigError(
-            "not a length of training",
+            "not a training length",
             where=where,
             got=value,
             expected="a whole number of steps",
@@ -94,7 +94,7 @@ def read_unit(value: Any, where: str, global_batch_size: int | None = None) -> T
     if name == "records":
         if not global_batch_size:
             raise ConfigError(
-                "records need a global batch size, of an engine or of hyperparameters.global_batch_size",
+                "records need a global batch size: an engine's, or hyperparameters.global_batch_size",
                 where=where,
                 got=value,
                 fix="Write {batches: 100}.",
@@ -117,7 +117,7 @@ def _checked(unit: TrainUnit, where: str) -> TrainUnit:
             "not a period",
             where=where,
             got=f"{name}({value!r})",
-            expected=f"{name} of a whole number, or of the set of those after which it is due",
+            expected=f"{name}(n) with a whole number, or with the set of steps or epochs at which it is due",
             fix=f"Write {name}(100).",
         )
     return unit

@@ -187,8 +187,8 @@ def import_trial_class(module: str, name: str, model_dir: Path) -> type[ZeroTria
         raise ConfigError(
             f"{module} imports deepspeed, which is not installed",
             where="entrypoint",
-            fix=f"For a DeepSpeedTrial, write python3 -m zero_trial.as_determined {module}:{name} there: "
-            "zero_trial then answers for deepspeed and determined.pytorch.deepspeed.",
+            fix=f"For a DeepSpeedTrial, use the entrypoint python3 -m zero_trial.as_determined {module}:{name}: zero_trial then replaces "
+            "deepspeed and determined.pytorch.deepspeed.",
         ) from error
     kind = content.get(name)
     if isinstance(kind, type) and issubclass(kind, ZeroTrial):

@@ -56,7 +56,7 @@ class Validator:
         self._most = most
         self.enabled = self._full or overrides(trial, "evaluate_batch")
         if self.enabled and any(map(_evaluates_averages, context.engines)):
-            context.note("validation computes with the averages of the weights (ema.evaluate)")
+            context.note("validation uses the averages of the weights (ema.evaluate)")
         if self.enabled:
             self._open()
 
@@ -81,7 +81,7 @@ class Validator:
             left_out = getattr(built.batch_sampler, "left_out", 0)
             if left_out:
                 context.note(
-                    f"{VALIDATION_LOADER}: the last {left_out} samples are left out, so that all ranks have equally many batches"
+                    f"{VALIDATION_LOADER}: the last {left_out} samples are skipped, so that all ranks have equally many batches"
                 )
         self._loader = built
         if self._full:
@@ -98,7 +98,7 @@ class Validator:
                     expected=f"at least gradient_accumulation_steps = {accumulation}",
                 )
             if rest := self._batches % accumulation:
-                context.note(f"{VALIDATION_LOADER}: {rest} batches at the end are left out")
+                context.note(f"{VALIDATION_LOADER}: the last {rest} batches are skipped")
             self._batches //= accumulation
         elif mine is not None and self._repeats:
             self._own = mine
@@ -120,8 +120,8 @@ class Validator:
         most = max(number or 0 for number in numbers)
         if any(number != most for number in numbers):
             note(
-                f"{VALIDATION_LOADER}: ranks have different numbers of batches {numbers}; those with fewer than {most} "
-                "evaluate their last one again, which does not count"
+                f"{VALIDATION_LOADER}: ranks have different numbers of batches {numbers}; ranks with fewer than {most} repeat their last batch, "
+                "which does not count in the metrics"
             )
         return most
 
@@ -188,10 +188,10 @@ class Validator:
                 yield evaluate(batches, index)
             except StopIteration:
                 raise DataError(
-                    "evaluate_batch took more batches than there are",
+                    "evaluate_batch consumed more batches than exist",
                     where=VALIDATION_LOADER,
                     got=f"batch {index} of {self._batches}",
-                    fix="Take one batch per call.",
+                    fix="Consume one batch per call.",
                 ) from None
 
 
@@ -221,7 +221,7 @@ class SpeedMeter:
         measured, speed = speed_of(self._times, warm_up)
         if not measured:
             raise ConfigError(
-                f"there are no steps to measure after {max(warm_up, 1)} to warm up",
+                f"no steps are left to measure after {max(warm_up, 1)} warm-up steps",
                 where="searcher.max_length, min_validation_period",
                 got=f"a report after {len(self._times)} steps",
             )

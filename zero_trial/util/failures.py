@@ -103,7 +103,10 @@ def known_fault(error: BaseException, where: str | None = None) -> ZeroTrialErro
         said = _ALLOCATOR.sub("", (said.splitlines() or ["MemoryError"])[0])
         known = DoesNotFit(f"memory ran out: {said}", where=where or user_line(error), fix=LESS_MEMORY)
     elif isinstance(error, RuntimeError) and said.startswith("DataLoader worker (pid"):
-        fix = "Look for the worker's own message. Killed is mostly the host's memory: use fewer num_workers, or 0 to see the error."
+        fix = (
+            'Look for the worker\'s own message. "Killed" usually means that the host ran out of memory: use fewer num_workers, or 0 to see '
+            "the error."
+        )
         known = WorkerLost("a worker of a DataLoader has died", where=where, got=said.rstrip("."), fix=fix)
     if known is not None:
         known.__cause__ = error

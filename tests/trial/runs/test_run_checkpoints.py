@@ -72,7 +72,7 @@ def test_a_large_file_is_known_by_its_size(folder: Path, monkeypatch: pytest.Mon
     write(folder)
     assert json.loads((folder / METADATA).read_text())["files"]["notes.bin"] == {"bytes": 11}
     (folder / "notes.bin").write_bytes(b"shorter")
-    assert find_fault(folder) == f"{folder / 'notes.bin'}: the file has 7 bytes, and had 11"
+    assert find_fault(folder) == f"{folder / 'notes.bin'}: the file has 7 bytes, but had 11 when it was written"
 
 
 def test_without_a_seal_nothing_is_known_to_be_wrong(tmp_path: Path) -> None:

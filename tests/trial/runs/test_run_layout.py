@@ -48,7 +48,7 @@ def test_a_given_folder(tmp_path: Path):
     assert given_run_folder(tmp_path / "a" / "b").is_dir()
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "events.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"a run in this folder already.*--resume"):
+    with pytest.raises(ConfigError, match=r"this folder already contains a run.*--resume"):
         given_run_folder(tmp_path / "used")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="this is a file"):
@@ -86,7 +86,9 @@ def test_a_place_where_no_folder_can_be_made(make: Callable[[Path], Path], tmp_p
         for folder in (tmp_path / name, tmp_path / name / "deep"):
             if (make, name, folder.name) == (given_run_folder, "file", "file"):
                 continue
-            with pytest.raises(ConfigError, match=rf"cannot be made \(.*/{name} is not a folder\).*Rename or remove"):
+            with pytest.raises(
+                ConfigError, match=rf"cannot be created \(.*/{name} is not a folder\).*Rename or remove"
+            ):
                 make(folder)
 
 

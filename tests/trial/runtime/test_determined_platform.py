@@ -74,7 +74,7 @@ def test_a_master_without_metadata_ends_no_trial(tmp_path: Path) -> None:
     core.set_metadata = None  # type: ignore[method-assign, assignment]
     platform_on(core, events=events).keep({"memory_planned_bytes": 5})
     assert [event["kind"] for event in events] == ["note"]
-    assert "keeps no metadata (TypeError" in events[0]["message"]
+    assert "did not store metadata (TypeError" in events[0]["message"]
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -76,7 +76,7 @@ def test_the_same_step_again_replaces(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-000005").mkdir(parents=True)
     (tmp_path / "checkpoints/step-000005/mine").touch()
-    with pytest.raises(CheckpointError, match="not a checkpoint has its name"):
+    with pytest.raises(CheckpointError, match="has the checkpoint's name"):
         store(LocalPlatform(tmp_path), 5)
     assert (tmp_path / "checkpoints/step-000005/mine").exists()
 

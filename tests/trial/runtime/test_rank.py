@@ -61,7 +61,7 @@ def leaves(context: ZeroTrialContext) -> ZeroTrial:
 
 def test_a_trial_that_leaves_says_where() -> None:
     """SystemExit is no Exception: the rank would be gone without a word."""
-    expected = r"^test_rank.py:\d+ in leaves: .*ended the process: got sys.exit\('no data here'\)"
+    expected = r"^test_rank.py:\d+ in leaves: .*called exit\(\): got sys.exit\('no data here'\)"
     with pytest.raises(TrialError, match=expected):
         train(leaves, InMemoryPlatform(experiment=EXPERIMENT), RankState(), fake_factory())
 

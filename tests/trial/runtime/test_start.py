@@ -70,11 +70,11 @@ def test_a_checkpoint_that_lost_its_description_is_damaged(run: Path) -> None:
     found, reported = start(run)
     assert found["step"] == 8
     assert reported == [
-        f"a damaged checkpoint is passed over: {run / 'checkpoints/step-000012/metadata.json'}: the file is missing"
+        f"skipping a damaged checkpoint: {run / 'checkpoints/step-000012/metadata.json'}: the file is missing"
     ]
     for step in (4, 8):
         (run / f"checkpoints/step-{step:06d}/metadata.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint is whole.*step-000012/metadata\.json"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint is intact.*step-000012/metadata\.json"):
         start(run)
     with pytest.raises(CheckpointError, match=r"step-000004/metadata\.json"):
         start(run.parent / "new", resume=run / "checkpoints/step-000004")
@@ -88,7 +88,7 @@ def test_all_ranks_agree_and_each_reads_its_share(run: Path) -> None:
     path = run / "checkpoints/step-000012/model0/rank-00000.safetensors"
     flip(path)
     first, second = run_ranks(2, work)
-    assert first == (8, [f"a damaged checkpoint is passed over: {verify_checkpoint(path.parents[1], 0, 1)}"])
+    assert first == (8, [f"skipping a damaged checkpoint: {verify_checkpoint(path.parents[1], 0, 1)}"])
     assert second == (8, [])
     assert verify_checkpoint(path.parents[1], 1, 2) is None, "the only file of tensors is rank 0's to read"
 
@@ -167,7 +167,7 @@ def test_a_checkpoint_by_name_is_that_one_or_none(run: Path, tmp_path: Path) -> 
     warm, reported = start(new, warm_start=run)
     assert warm["step"] == 8 and warm["trial_id"] != "t" and len(reported) == 1
     flip(other / "trial_state.json")
-    with pytest.raises(CheckpointError, match=r"no checkpoint is whole.*step-000008/trial_state"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint is intact.*step-000008/trial_state"):
         start(new, resume=other)
     with pytest.raises(ConfigError, match="no finished checkpoint"):
         start(new, resume=tmp_path / "nowhere")

@@ -149,7 +149,7 @@ def test_hyperparameters_seed_and_switches_are_the_contexts(capsys: pytest.Captu
         assert context.get_hparam("lr") == 1.0 and context.get_trial_seed() == 0
         assert not context.get_enable_tensorboard_logging()
     fit(1, profiling_enabled=True)
-    assert "on a cluster only" in capsys.readouterr().out
+    assert "only reported on a cluster" in capsys.readouterr().out
 
 
 def test_an_experiments_yaml(folder: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_second_fit_goes_on_where_the_first_ended(folder: Path) -> None:
         ({"conf": {**CONF, "reproducibility": {"experiment_seed": "x"}}}, "experiment_seed: not a seed: got 'x'"),
         ({"conf": {**CONF, "searcher": "single"}}, "searcher: not a mapping"),
         ({"conf": {**CONF, "hyperparameters": [1]}}, "hyperparameters: not a mapping"),
-        ({"run_dir": "file"}, "run_dir: the run's folder cannot be made"),
+        ({"run_dir": "file"}, "run_dir: the run's folder cannot be created"),
         ({"run_dir": "held"}, "another process is running in this folder"),
         ({"kind": lambda context: LineTrial}, "got the class LineTrial"),
     ],

@@ -167,7 +167,7 @@ class Tail:
         with file:
             while line := file.readline(_LONGEST_LINE):
                 if self._most is not None and self._offset >= self._most:
-                    self.left_out = f"what follows the first {format_bytes(self._most)}"
+                    self.left_out = f"everything after the first {format_bytes(self._most)}"
                     return
                 whole = line.endswith(b"\n")
                 if not whole and len(line) < _LONGEST_LINE:

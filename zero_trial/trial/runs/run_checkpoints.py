@@ -114,7 +114,7 @@ def named_checkpoint(path: Path, apart_from: Collection[str] = ()) -> Path:
     itself = _named_step(path) is not None
     found = path if itself else latest_checkpoint(RunFolder(path).checkpoints, apart_from)
     if str(path.resolve()) in apart_from or (apart_from and found is None):
-        raise CheckpointError("it is damaged", where=str(path), fix="Name another checkpoint.")
+        raise CheckpointError("the checkpoint is damaged", where=str(path), fix="Pass another checkpoint.")
     if found is None:
         raise ConfigError(
             "there is no finished checkpoint", where=str(path), expected="a run's folder or a folder step-NNNNNN"
@@ -131,7 +131,7 @@ def publish(temporary: Path, final: Path) -> None:
     """
     aside = None
     if final.exists() and not _is_checkpoint(final):
-        raise CheckpointError("something that is not a checkpoint has its name", where=str(final), fix="Move it away.")
+        raise CheckpointError("another file or folder has the checkpoint's name", where=str(final), fix="Move it away.")
     if final.exists():
         aside = final.rename(_other_name(final, "old"))
     temporary.rename(final)
@@ -186,7 +186,7 @@ def find_fault(folder: Path) -> str | None:
         # RecursionError: a million opening brackets
         return f"{path}: cannot be read ({type(error).__name__}: {error})"
     if not isinstance(document, dict) or "steps_completed" not in document:
-        return f"{path}: not the description of a checkpoint"
+        return f"{path}: not a checkpoint's metadata"
     if "sha256" not in document and "files" not in document:
         return None
     checksum = document.pop("sha256", None)
@@ -225,7 +225,7 @@ def _compare(path: Path, noted: Mapping[str, Any]) -> str | None:
         return "the file is missing"
     size = path.stat().st_size
     if size != noted["bytes"]:
-        return f"the file has {size} bytes, and had {noted['bytes']}"
+        return f"the file has {size} bytes, but had {noted['bytes']} when it was written"
     if "sha256" in noted and noted["sha256"] != _digest(path):
         return "the file is damaged"
     return None

@@ -164,7 +164,7 @@ def new_run_folder(root: Path) -> Path:
 
     Two commands at once get two folders: the second one tries the next number.
     """
-    advice = "Start it in a folder that can be written, or give --run-dir DIR."
+    advice = "Start in a writable folder, or pass --run-dir DIR."
     make_folder(root, "run", advice)
     number = 1 + max((int(path.name) for path in root.iterdir() if _NUMBER.fullmatch(path.name)), default=0)
     while True:
@@ -185,12 +185,12 @@ def given_run_folder(folder: Path) -> Path:
         raise ConfigError("this is a file", where="--run-dir", got=str(folder), expected="a folder")
     if RunFolder(folder).has_run():
         raise ConfigError(
-            "there is a run in this folder already",
+            "this folder already contains a run",
             where="--run-dir",
             got=str(folder),
-            fix=f"Give another folder, or continue that run with --resume {folder}.",
+            fix=f"Use another folder, or continue that run with --resume {folder}.",
         )
-    make_folder(folder, "--run-dir", "Give another folder.")
+    make_folder(folder, "--run-dir", "Use another folder.")
     return folder
 
 
@@ -226,7 +226,7 @@ def _refused(error: OSError, folder: Path, where: str, fix: str) -> ConfigError:
     if isinstance(error, FileExistsError | NotADirectoryError) and there is not None:
         # nothing to do with what may be written
         reason, fix = f"{there} is not a folder", f"Rename or remove {there}."
-    return ConfigError(f"the run's folder cannot be made ({reason})", where=where, got=str(folder), fix=fix)
+    return ConfigError(f"the run's folder cannot be created ({reason})", where=where, got=str(folder), fix=fix)
 
 
 @contextmanager
@@ -252,7 +252,7 @@ def lock_run(path: Path) -> Iterator[None]:
                 "another process is running in this folder",
                 where="--run-dir",
                 got=str(path),
-                fix=f"Wait for process {holder or 'that has locked it'}, or give another folder.",
+                fix=f"Wait for process {holder or 'that has locked it'}, or use another folder.",
             ) from None
         except OSError:
             pass  # a file system without locks

@@ -92,13 +92,13 @@ class UploadProcess:
                 "a checkpoint could not be uploaded",
                 where=f"checkpoint_storage of type {self._storage.get('type')}",
                 got=fault.strip() or f"the uploading process ended with {process.returncode}",
-                fix="Look at the storage and its credentials; the checkpoints before this one are untouched.",
+                fix="Check the storage and its credentials; earlier checkpoints are unaffected.",
             )
 
     def _start(self, answer: IO[str]) -> subprocess.Popen[str]:
         with self._lock:
             if self._given_up:
-                raise CheckpointError("the upload was given up")
+                raise CheckpointError("the upload was cancelled")
             command = [sys.executable, "-m", "zero_trial.trial.runtime.determined", "upload"]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=answer, text=True)
             return self._process
@@ -151,7 +151,7 @@ class DeterminedCheckpoints:
                 raise
 
         def remove() -> None:
-            error = CheckpointError("the checkpoint was given up")
+            error = CheckpointError("the checkpoint was cancelled")
             block.__exit__(type(error), error, None)
             remove_folder(Path(path))
 
@@ -167,7 +167,7 @@ class DeterminedCheckpoints:
             raise CheckpointError(
                 f"could not fetch the checkpoint ({type(error).__name__}: {error})",
                 where=f"rank {self.distributed.rank}, {storage_id}",
-                fix="Look for it with det checkpoint describe; its storage must be reachable from here.",
+                fix="Inspect it with det checkpoint describe; its storage must be reachable from here.",
             ) from error
         try:
             yield Path(path)
@@ -296,7 +296,9 @@ class DeterminedPlatform(TrialFacts):
             joined = join_memory(figures, [kept.get("zero_trial") or {}])
             self.core.train.set_metadata({**kept, "zero_trial": spell_nonfinite(joined)})
         except Exception as error:  # of every HTTP library that there is
-            self.emit({"kind": "note", "message": f"the master keeps no metadata ({type(error).__name__}: {error})"})
+            self.emit(
+                {"kind": "note", "message": f"the master did not store metadata ({type(error).__name__}: {error})"}
+            )
 
     def report_early_exit(self, reason: str) -> None:
         if self.claim("early exit"):
@@ -383,7 +385,7 @@ def _open_core(launched: bool) -> Any:
     info = determined.get_cluster_info()
     if not launched and info is not None and len(info.container_addrs) * len(info.slot_ids) > 1:
         raise ConfigError(
-            "a task of several slots has one process",
+            "a task with several slots was started as one process",
             where="entrypoint",
             got=f"{len(info.container_addrs) * len(info.slot_ids)} slots",
             fix="Put python3 -m determined.launch.torch_distributed before the command.",
@@ -458,7 +460,7 @@ def prepare() -> None:
             # no connection, or one that broke; other subclasses are answers of the master
             if type(error) not in (BadRequestException, MasterNotFoundException) or time.monotonic() > until:
                 raise
-            sys.stderr.write(f"the master cannot be reached, so the preparation is repeated: {error}\n")
+            sys.stderr.write(f"the master is not reachable, retrying the preparation: {error}\n")
             time.sleep(_PAUSE_SECONDS)
 
 

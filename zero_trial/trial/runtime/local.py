@@ -205,10 +205,10 @@ def agree_on_start(
         start = ranks.broadcast(_propose(damaged, run_dir, resume, warm_start) if ranks.rank == 0 else None)
         if "fault" in start:
             raise CheckpointError(
-                "no checkpoint is whole",
+                "no checkpoint is intact",
                 where=str(run_dir or resume),
                 got=start["fault"],
-                fix="Start in another folder, or move the damaged checkpoints away to start afresh.",
+                fix="Start in another folder, or move the damaged checkpoints away to start from scratch.",
             )
         if start["checkpoint"] is None:
             return dict(start)
@@ -218,7 +218,7 @@ def agree_on_start(
             return dict(start)
         damaged[start["checkpoint"]] = faults[0]
         if ranks.rank == 0:
-            note(f"a damaged checkpoint is passed over: {faults[0]}")
+            note(f"skipping a damaged checkpoint: {faults[0]}")
 
 
 def _propose(

@@ -149,7 +149,7 @@ def fault_text(error: BaseException, where: str | None = None) -> str:
     """Return the words in which every rank raises what has failed on rank 0, or at ``where``."""
     if isinstance(error, ZeroTrialError):
         return str(error)
-    fix, words = "The checkpoints before this one are untouched.", f"{type(error).__name__}: {error}"
+    fix, words = "Earlier checkpoints are unaffected.", f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.strerror:
         fix, words = f"Free some space or choose another folder. {fix}", error.strerror
         where = where or error.filename

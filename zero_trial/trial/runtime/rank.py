@@ -127,10 +127,10 @@ def _refuse_sys_exit() -> Iterator[None]:
     except SystemExit as ending:
         frame = user_frame(ending)
         raise TrialError(
-            "the trial's code ended the process",
+            "the trial's code called exit()",
             where=f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" if frame is not None else None,
             got=f"sys.exit({ending.code!r})",
-            fix="Raise an exception; or end the run, saved, with context.set_stop_requested(True).",
+            fix="Raise an exception instead; to stop the run after a save, call context.set_stop_requested(True).",
         ) from ending
 
 

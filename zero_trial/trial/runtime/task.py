@@ -91,7 +91,7 @@ def open_task(state: RankState, core_context: Any = None, *, script: bool = Fals
         if ending is None:
             ending = report_error(error, script=script)
         else:  # the first error decides how the process ends
-            sys.stderr.write(f"note    the platform did not close: {type(error).__name__}: {error}\n")
+            sys.stderr.write(f"note    closing the platform failed: {type(error).__name__}: {error}\n")
     finally:
         cleanup.close()
     if ending is not None:

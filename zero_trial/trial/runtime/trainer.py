@@ -102,7 +102,7 @@ def init(
         context.set_enable_tensorboard_logging(enable_tensorboard_logging)
         yield context
         if state.folder is not None and context.outcome is not None:
-            raise_if_preempted(context.outcome, f"With run_dir={str(state.folder)!r} it goes on from there.")
+            raise_if_preempted(context.outcome, f"With run_dir={str(state.folder)!r} it continues from there.")
 
 
 def _open_folder(
@@ -163,7 +163,7 @@ def _run_folder(given: str | Path | None) -> Path:
     """Return the run's folder: the given one, the launcher's, or the next of ``runs/NNNN``."""
     named = given if given is not None else launcher_run_dir()
     folder = Path(named) if named is not None else new_run_folder(Path("runs"))
-    make_folder(folder, "run_dir", "Name another folder.")
+    make_folder(folder, "run_dir", "Use another folder.")
     return folder.resolve()
 
 
@@ -187,10 +187,10 @@ class Trainer:
     def __init__(self, trial: ZeroTrial, context: ZeroTrialContext) -> None:
         if not isinstance(context, _ScriptContext):
             raise ConfigError(
-                "this context is not a script's",
+                "this context was not created by zero_trial.init()",
                 where="Trainer",
                 got=type(context).__name__,
-                fix="Write with zero_trial.init() as context: and pass that one.",
+                fix="Write with zero_trial.init() as context: and pass that context.",
             )
         _check_trial(trial)
         self._trial = trial
@@ -247,11 +247,11 @@ class Trainer:
         }
         settings = self._settings(units, checkpoint_policy, step_zero_validation)
         if test_mode and context.state.folder is None:
-            raise ConfigError("only off a cluster", where="fit(test_mode=True)", fix="Leave it out here.")
+            raise ConfigError("test_mode is not available on a cluster", where="fit(test_mode=True)", fix="Omit it.")
         if test_mode:
             settings = replace(settings, max_length=Batch(1), validation_batches=1)
         if profiling_enabled and not context.platform.profile_system():
-            context.note("profiling_enabled: this machine's load is reported on a cluster only")
+            context.note("profiling_enabled: this machine's load is only reported on a cluster")
         outcome = Controller(self._trial, context, settings).run()
         context.outcome = outcome
         if outcome.checkpoint is not None:  # the next fit goes on from there
@@ -281,6 +281,6 @@ class Trainer:
         changes |= {"step_zero_validation": step_zero_validation} if step_zero_validation is not None else {}
         settings = replace(base, **changes)
         if settings.checkpoint_policy == "best" and settings.metric is None:
-            self._context.note("no searcher.metric says what is best: every validation is saved")
+            self._context.note("searcher.metric is not set, so every validation is saved")
             settings = replace(settings, checkpoint_policy="all")
         return settings

@@ -54,7 +54,7 @@ def test_which_checkpoint_and_which_model_of_it(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="a file is missing"):
         choose_checkpoint(tmp_path / "checkpoints/step-000012")
     (trial(tmp_path / "none", 4) / "metadata.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint here is whole: got .*metadata\.json"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint here is intact: got .*metadata\.json"):
         choose_checkpoint(tmp_path / "none")
     two = trial(tmp_path / "two", 4, models=2)
     with pytest.raises(ConfigError, match=r"the trial has 2 models: got model0, model1\. Name one: .*model0"):
@@ -82,13 +82,13 @@ def test_the_list(tmp_path: Path, ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch) -
         ("100", "4", "1", "2", "step-000100", "broken"),
     ]
     assert first[0] == "-" and first[-3:] == ["step-000120.tmp-1", "left", "over"]
-    assert out.err.startswith("broken  ") and "rank-00000.safetensors: a file is cut short" in out.err
+    assert out.err.startswith("broken  ") and "rank-00000.safetensors: the file has the wrong size" in out.err
 
 
 def test_lists_of_several_folders_trials_and_engines(tmp_path: Path, ckpt: Ckpt) -> None:
     for folder, step in (("a", 1), ("b", 2)):
         engine(tmp_path / "several" / folder, "global_step", step)
-    with pytest.raises(ConfigError, match="checkpoints of 2 folders are here"):
+    with pytest.raises(ConfigError, match="the folder contains checkpoints of 2 folders"):
         choose_checkpoint(tmp_path / "several")
     ckpt("verify", tmp_path / "several", code=2)
     ckpt("verify", "--all", tmp_path / "several")
@@ -124,7 +124,7 @@ def test_verify(tmp_path: Path, ckpt: Ckpt) -> None:
     assert found[0]["damage"][0]["tensors"] == ["param/w", "state/exp_avg/w"]
     err = ckpt("verify", tmp_path / "checkpoints/step-000004", code=5).err
     assert "rank-00000.safetensors: a file is damaged" in err
-    assert "2 tensors are in it: param/w, state/exp_avg/w" in err
+    assert "affects 2 tensors: param/w, state/exp_avg/w" in err
     (tmp_path / "checkpoints/step-000008/model0/rank-00000.safetensors").unlink()
     ckpt("verify", tmp_path, code=5)  # the newest, though it is seen to be broken
     # what a trial has written next to its engines: another digit that is JSON still
@@ -186,7 +186,7 @@ def test_export(tmp_path: Path, ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     lines = ckpt("export", ".", "out").out.splitlines()
     assert lines[0] == "from    checkpoints/step-000004/model0"
-    assert lines[1].startswith("took    weights as they are stored, float32; the checkpoint has no masters")
+    assert lines[1].startswith("took    weights as stored, float32; the checkpoint has no masters")
     assert lines[2] == "wrote   1 tensors, 5 elements, 20 B, float32"
     assert lines[3].startswith("file    out/model.safetensors  ")
     assert torch.equal(load_file("out/model.safetensors")["w"], torch.arange(5.0))
@@ -196,7 +196,7 @@ def test_export(tmp_path: Path, ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch) -> 
     out = ckpt("export", "two", "m.safetensors", "--dtype", "fp16")
     assert "took    float32 masters of 1 of 2 parameters; the model computes in float16\n" in out.out
     assert "tied    c = a: written once\n" in out.out
-    assert "warn    1 values of a are beyond what fp16 holds: infinite now\n" in out.err
+    assert "warn    1 values of a overflow fp16 and are infinite in the file\n" in out.err
     found = json.loads(ckpt("export", "two", "shards", "--dtype", "fp16", "--shard-size", "5B", "--json").out)
     names = [*(f"model-0000{n}-of-00002.safetensors" for n in (1, 2)), "model.safetensors.index.json"]
     assert [Path(path).name for path in found["files"]] == names
@@ -222,7 +222,7 @@ def test_import(tmp_path: Path, ckpt: Ckpt) -> None:
     torch.save({"module.a": torch.zeros(2), "module.scale": torch.ones(1)}, tmp_path / "w.pt")
     words = ["--strip", "module.", "--buffer", "scale"]
     printed = ckpt("import", tmp_path / "w.pt", tmp_path / "out", *words).out
-    assert "tag='w', load_module_only=True)" in printed and "taken for buffers, by name or dtype: scale" in printed
+    assert "tag='w', load_module_only=True)" in printed and "treated as buffers, by name or dtype: scale" in printed
     assert set(CheckpointReader(tmp_path / "out" / "w").shapes) == {"param/a", "buffer/scale"}
 
 
@@ -232,15 +232,15 @@ def test_mistakes_are_one_block(tmp_path: Path, ckpt: Ckpt) -> None:
     (tmp_path / "left over" / "a.tmp-1").mkdir(parents=True)
     (tmp_path / "bad.pt").write_bytes(b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.")  # no zip archive
     for words, code, said in (
-        (["ls", tmp_path / "no"], 2, f"error   {tmp_path / 'no'}: there is no such folder"),
+        (["ls", tmp_path / "no"], 2, f"error   {tmp_path / 'no'}: the folder does not exist"),
         (["verify", tmp_path / "left over"], 2, "no finished checkpoint"),
-        (["export", tmp_path / "no", "x"], 2, "no such folder"),
+        (["export", tmp_path / "no", "x"], 2, "folder does not exist"),
         (["export", here, out, "--shard-size", "4B"], 0, ""),
         (["export", here, out, "--shard-size", "many"], 2, "not a size"),
         (["export", here, tmp_path / "y", "--part", "1"], 2, "no such part"),
-        (["export", here, out], 2, "there are weights already"),
+        (["export", here, out], 2, "the folder already contains weights"),
         (["import", tmp_path / "none", tmp_path / "out"], 5, "no such file or folder"),
-        (["import", tmp_path / "bad.pt", tmp_path / "out"], 5, "this is not a whole file of torch.save"),
+        (["import", tmp_path / "bad.pt", tmp_path / "out"], 5, "this is not a complete file of torch.save"),
     ):
         err = ckpt(*words, code=code).err
         assert said in err and "Traceback" not in err, words

@@ -49,7 +49,7 @@ def test_up_is_idempotent_and_down_leaves_nothing(det: Det) -> None:
     again = det.up()
     assert not again["started"] and again["pid"] == first["pid"] and again["env"] == first["env"]
     text = run(det, "up", "--port", "1").out
-    assert f"{first['url']} (it was running already; --port not applied: down first)" in text
+    assert f"{first['url']} (was already running; --port not applied: run down first)" in text
     for word in ("up", "status", "down"):  # each finds this master, not that of the default folder
         assert f"zero-trial master {word} --root {det.root}" in text
     exports = dict(line.removeprefix("export ").split("=", 1) for line in run(det, "up", "--env").out.splitlines())

@@ -252,7 +252,7 @@ def test_a_ds_config_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert any(line.startswith("sparse_gradients true ds_config.json:1 no effect: ") for line in lines)
     path.write_text(json.dumps({"gradient_clipping": 1.0}))
     assert main(["config", str(path), "--slots", "2"]) == 0
-    assert "no batch size is given" in capsys.readouterr().out
+    assert "no batch size is set" in capsys.readouterr().out
     path.write_text(json.dumps({"train_batch_size": 32, "zero_optimisation": {}}))
     assert main(["config", str(path)]) == 2
     assert 'Did you mean "zero_optimization"?' in capsys.readouterr().err

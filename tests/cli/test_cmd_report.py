@@ -58,13 +58,13 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         for words, said in (
-            (["report", str(tmp_path / "nowhere")], "there is no run in this folder"),
+            (["report", str(tmp_path / "nowhere")], "this folder contains no run"),
             (["report", "1", "--root", str(tmp_path)], "master's store"),
-            (["report", "1", "--root", str(tmp_path / "empty")], "there is no experiment yet: got 1"),
+            (["report", "1", "--root", str(tmp_path / "empty")], "no experiment exists yet: got 1"),
             (["report", str(folder), "-o", str(tmp_path / "no" / "x.html")], "cannot be written (No such file or dir"),
             (["board", str(tmp_path / "nowhere")], "nowhere"),
             (["board", str(tmp_path), "--port", "70000"], "not a port"),
-            (["diff", str(folder), str(tmp_path / "nowhere")], "there is no run in this folder"),
+            (["diff", str(folder), str(tmp_path / "nowhere")], "this folder contains no run"),
             (["diff", str(folder), str(folder), "--rtol", "2"], "not a tolerance"),
         ):
             assert main(words) == 2
@@ -118,7 +118,7 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert [line.split() for line in lines[2:5]] == [["A", "B"], settings, code]
     assert lines[5:] == [
         "differs loss of rank 0: from step 2 on, 4.0 and 4.5 (0.5 apart); equal until step 1; at most 0.75 apart, at step 3, over 3 steps",
-        "differs lr: from step 3 on, 0.1 and 0.2 (0.1 apart); at the first step that both have; at most 0.1 apart, at step 3, over 1 step",
+        "differs lr: from step 3 on, 0.1 and 0.2 (0.1 apart); from the first common step on; at most 0.1 apart, at step 3, over 1 step",
         "different from step 2 on (loss of rank 0, equal until step 1)",
     ]
     found = json.loads("".join(diff("c", "--json", code=1)))
@@ -133,4 +133,4 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     diff("c", "--only", "values", "--rtol", "0.6", code=0)
     lines = diff("short", code=1)
     assert lines[1] == "B       short  step 2, not ended"
-    assert lines[-2:] == ["ends    A at step 3, B at step 2", "different, though no value that both have differs"]
+    assert lines[-2:] == ["ends    A at step 3, B at step 2", "different, although no common value differs"]

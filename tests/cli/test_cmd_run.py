@@ -95,11 +95,11 @@ def test_no_run(
         assert main(["resume", place]) == 2
         assert f"got {place}, expected a run's folder, such as runs/0001" in capsys.readouterr().err
     assert main(["resume"]) == 2
-    assert "there is no run here: got no folder runs/NNNN" in capsys.readouterr().err
+    assert "no run was found here: got no folder runs/NNNN" in capsys.readouterr().err
     make_run(tmp_path / "runs" / "0001")
     (tmp_path / "runs" / "0002").mkdir()
     assert main(["resume"]) == 2 and not asked
-    assert "there is no run in this folder: got runs/0002" in capsys.readouterr().err
+    assert "this folder contains no run: got runs/0002" in capsys.readouterr().err
 
 
 def parse_launch(line: str) -> ScriptRequest:

@@ -75,7 +75,7 @@ def test_pruned_points_are_counted_with_their_reason(tmp_path: Path, capsys: pyt
     )
     path = written(tmp_path, text)
     assert main(["simulate", path]) == 2
-    assert "ds.json is not in" in (error := capsys.readouterr().err) and "Name the model's folder" in error
+    assert "ds.json is not in" in (error := capsys.readouterr().err) and "Add the model's folder" in error
     assert main(["simulate", path, str(tmp_path / "model")]) == 0
     shown = capsys.readouterr().out
     assert ", whose ds_config cannot be reconciled" in shown and "x train_batch_size 8 ≠ micro 16" in shown
@@ -88,7 +88,7 @@ def test_a_search_without_a_length_asks_for_one_and_old_forms_are_noted(
     timeless = ASHA.replace("adaptive_asha", "random").replace(", max_time: 16, time_metric: batches", "")
     path = written(tmp_path, timeless)
     assert main(["simulate", path]) == 2
-    assert "does not say how long a trial is. Write --length 1000, in batches." in capsys.readouterr().err
+    assert "does not set the length of a trial. Write --length 1000, in batches." in capsys.readouterr().err
     assert main(["simulate", path, "--length", "10"]) == 0
     assert "spent   160 of 160 batches" in capsys.readouterr().out
     assert main(["simulate", path, "--length", "0"]) == 2
@@ -112,7 +112,7 @@ def test_all_that_is_printed(capsys: pytest.CaptureFixture[str]):
     lines = capsys.readouterr().out.splitlines()
     assert lines[:9] == [
         "schedule  1f1b · 2 pipeline stages · 2 micro-batches · 1 chunk per rank · ZeRO stage 3 · reduce: boundary · parameters: hold",
-        "bubble    33.3%: 9 units of time, of which a rank computes 6",
+        "bubble    33.3%: 9 units of time, of which a rank is busy 6",
         "",
         "rank 0  F0 F1 .  .  B0 -  .  B1 -",
         "rank 1  .  F0 B0 -  F1 B1 -  .  .",
@@ -137,8 +137,8 @@ def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]):
     ("words", "message"),
     [
         (["pipedream"], "error   pipeline.schedule: unknown schedule: got 'pipedream'"),
-        (["1f1b", "--chunks", "2"], "the number of chunks per rank cannot be chosen"),
-        (["1f1b", "--zero", "2", "--policy", "hold"], "parameters are freed at ZeRO stage 3 only"),
+        (["1f1b", "--chunks", "2"], "this schedule has a fixed number of chunks per rank"),
+        (["1f1b", "--zero", "2", "--policy", "hold"], "parameters are only freed at ZeRO stage 3"),
     ],
 )
 def test_user_errors_are_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):

@@ -45,7 +45,7 @@ def test_init_writes_a_folder_or_nothing(
     (here / "README.md").symlink_to(here / "gone")
     assert main(["init"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error   FOLDER: nothing is overwritten: got const.yaml, README.md in ")
+    assert said.startswith("error   FOLDER: existing files are not overwritten: got const.yaml, README.md in ")
     assert "zero-trial init my_trial" in said
     assert sorted(path.name for path in here.iterdir()) == ["README.md", "const.yaml"]
     assert (here / "const.yaml").read_text() == "mine"

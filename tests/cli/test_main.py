@@ -32,7 +32,7 @@ from zero_trial.launch.supervisor import LaunchResult
         ("launch", 2, "usage: zero-trial"),
         ("launch --num_gpu 2 train.py", 2, "unrecognized arguments: --num_gpu. Did you mean --num_gpus?"),
         ("ckpt verify --jsno runs", 2, "Did you mean --json?"),
-        ("rum const.yaml", 2, "there is no verb rum. Did you mean run?"),
+        ("rum const.yaml", 2, "unknown verb rum. Did you mean run?"),
     ],
 )
 def test_help_and_what_it_does_not_know(words: str, code: int, said: str, capsys: pytest.CaptureFixture[str]):
@@ -51,7 +51,9 @@ def test_what_the_system_refuses_is_no_traceback(capsys: pytest.CaptureFixture[s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zero_trial.cli.cmd_start._env", refuse)
         assert main(["env"]) == 5
-        assert capsys.readouterr().err == "error   /full/file: the system refused: No space left on device.\n"
+        assert (
+            capsys.readouterr().err == "error   /full/file: the operating system reported: No space left on device.\n"
+        )
         assert main(["--debug", "env"]) == 5
         assert "Traceback" in capsys.readouterr().err
 
@@ -182,7 +184,9 @@ def test_a_full_disk_is_named(tmp_path: Path):
     """The rank that met it could not write what it met."""
     assert disk_lines(tmp_path, room=0) == [] == disk_lines(tmp_path / "gone")
     (line,) = disk_lines(tmp_path, room=1 << 62)
-    assert line.startswith("note    the disk of ") and line.endswith("KiB free): free some, or give --run-dir DIR")
+    assert line.startswith("note    the disk of ") and line.endswith(
+        "KiB free): free some space, or pass --run-dir DIR"
+    )
 
 
 @pytest.mark.parametrize(

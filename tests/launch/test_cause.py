@@ -39,7 +39,7 @@ LOST = error(0, 1.0, "rank 1 never came to all_gather", "MeshError", 5)
         # someone outside has sent it, and another died of something else
         ([LOST], [RankExit(0, 5), RankExit(1, -15)], Cause(1, how_it_ended(-15), 5)),
         ([], [RankExit(1, -15), RankExit(2, -11)], Cause(2, how_it_ended(-11), 5)),
-        ([], [RankExit(2, 3)], Cause(2, "the process ended with exit code 3 and left no error", 3)),
+        ([], [RankExit(2, 3)], Cause(2, "the process ended with exit code 3 without an error message", 3)),
         # of what another host's error has stopped, nothing else is known
         ([], [RankExit(0, -9, stopped=True)], Cause(0, how_it_ended(-9), 5, killed=True)),
         # an exit code that cannot be passed on

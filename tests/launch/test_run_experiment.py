@@ -75,11 +75,15 @@ def test_a_good_experiment(
 @pytest.mark.parametrize(
     ("changes", "more", "message"),
     [
-        ({"searcher": {"name": "grid", "metric": "loss", "max_length": 3}}, {}, "the searcher grid tries many trials"),
+        (
+            {"searcher": {"name": "grid", "metric": "loss", "max_length": 3}},
+            {},
+            "the searcher grid runs several trials",
+        ),
         ({"entrypoint": "model_def:Other"}, {}, "const.yaml:"),
         ({}, {"model_dir": Path("nowhere")}, "MODEL_DIR: there is no such folder: got nowhere"),
         ({}, {"experiment_path": Path("nowhere.yaml")}, "nowhere.yaml: cannot be read"),
-        ({}, {"experiment_path": None}, "there is no experiment to run"),
+        ({}, {"experiment_path": None}, "no experiment was given"),
         ({}, {"placement": PlacementRequest(slots=3)}, "8"),  # 8 samples cannot be shared by 3 ranks
     ],
 )

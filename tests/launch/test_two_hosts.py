@@ -197,7 +197,7 @@ def test_a_host_that_is_done_waits_for_the_other(tmp_path: Path):
 def test_hosts_that_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("zero_trial.launch.meeting._JOIN_SECONDS", 1)
     (job,) = hosts(tmp_path, "", [RendezvousSpec("2", 1, "127.0.0.1", free_port())], [1])
-    with pytest.raises(MeshError, match=r"have not met.* expected 2 hosts within 1 s"):
+    with pytest.raises(MeshError, match=r"did not find each other.* expected 2 hosts within 1 s"):
         job.run()
 
 

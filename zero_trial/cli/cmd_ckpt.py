@@ -44,7 +44,7 @@ def _add_ls(subparsers: Any) -> None:
         "ls",
         help="list checkpoints",
         description="List the checkpoints in a folder, lowest step first: date, size, number of ranks and ZeRO stage that wrote them, and "
-        "whether manifests and file sizes are right. Tensors are not read; `zero-trial ckpt verify` reads them.",
+        "whether manifests and file sizes are correct. Tensors are not read; `zero-trial ckpt verify` reads them.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help=_FOLDER_HELP)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -162,10 +162,10 @@ def _chosen(listing: CheckpointFolder, everything: bool) -> Sequence[SavedCheckp
         raise ConfigError(
             "there is no finished checkpoint here",
             where=str(listing.folder),
-            got=f"{len(listing.saved)} left over by saves that did not finish",
+            got=f"{len(listing.saved)} unfinished saves",
         )
     if not everything:
-        listing.require_one_series("Name one, or verify them with --all.")
+        listing.require_one_series("Name one checkpoint, or verify all of them with --all.")
     return counted if everything else counted[-1:]
 
 
@@ -178,7 +178,7 @@ def _print_verified(saved: SavedCheckpoint, damage: Sequence[Damage]) -> None:
         lines = [f"broken  {shown(one.file)}: {one.what.removeprefix(f'{one.file}: ')}"]
         if one.tensors:
             more = f" and {len(one.tensors) - _NAMED} more" if len(one.tensors) > _NAMED else ""
-            lines.append(f"        {len(one.tensors)} tensors are in it: {', '.join(one.tensors[:_NAMED])}{more}")
+            lines.append(f"        affects {len(one.tensors)} tensors: {', '.join(one.tensors[:_NAMED])}{more}")
         sys.stderr.write(strip_control("\n".join(lines) + "\n"))
 
 
@@ -345,8 +345,8 @@ def _add_export(subparsers: Any) -> None:
         "--weights",
         default="masters",
         choices=("masters", "model", "ema"),
-        help="the optimizer's fp32 masters where there are any, the weights that the model computes with, or the averages "
-        "of the weights (default: masters)",
+        help="the optimizer's fp32 masters if they exist, the weights that the model computes with, or the averages of the weights (default: "
+        "masters)",
     )
     parser.add_argument("--ema", dest="weights", action="store_const", const="ema", help="the same as --weights ema")
     parser.add_argument("--shard-size", metavar="SIZE", help=f"the maximum size of a file (default: {_DEFAULT_SHARD})")
@@ -398,7 +398,7 @@ def _export_dcp(options: argparse.Namespace, reader: CheckpointReader) -> int:
     more = (("--shard-size", options.shard_size is not None), ("--part", options.part is not None))
     for option, given in (*asked, *more):
         if given:
-            raise ConfigError("it has no meaning with --format dcp", where=option, fix="Leave it out.")
+            raise ConfigError("this option has no effect with --format dcp", where=option, fix="Remove the option.")
     if not options.no_verify:
         _require_whole(reader.folder, reader.manifest, None)
     files = write_dcp(reader, options.out, with_optimizer=not options.no_optimizer)
@@ -418,7 +418,7 @@ def _require_whole(folder: Path, manifest: Manifest, progress: Any) -> None:
         raise CheckpointError(
             damage.what,
             where=str(damage.file),
-            fix=f"{len(damage.tensors)} tensors are in it. Export another checkpoint; nothing was written.",
+            fix=f"This affects {len(damage.tensors)} tensors. Export another checkpoint; nothing was written.",
         )
 
 
@@ -441,14 +441,14 @@ def _print_export(options: argparse.Namespace, folder: Path, plan: ExportPlan, e
         print(f"file    {shown(path)}  {format_bytes(count)}")
     sys.stdout.flush()
     for name, count in exported.overflowed.items():
-        warning = f"warn    {count} values of {name} are beyond what {options.dtype} holds: infinite now\n"
+        warning = f"warn    {count} values of {name} overflow {options.dtype} and are infinite in the file\n"
         sys.stderr.write(strip_control(warning))
 
 
 def _add_import(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "import",
-        help="make a checkpoint from one of DeepSpeed's, torch's or Hugging Face's, or from plain weights",
+        help="make a checkpoint from a checkpoint of DeepSpeed, torch or Hugging Face, or from plain weights",
         description="Read a DeepSpeed checkpoint (ZeRO stage 0 to 3, any number of ranks, or a universal one), a folder of "
         "torch.distributed.checkpoint (FSDP2, torchtitan), a checkpoint-N of Hugging Face's Trainer, or plain "
         "weights (pytorch_model.bin, model.safetensors, several with an index, or any file of torch.save), and write a checkpoint that "
@@ -459,7 +459,7 @@ def _add_import(subparsers: Any) -> None:
         "source",
         type=Path,
         metavar="SOURCE",
-        help="the folder that save_checkpoint was given, a tag's folder, another program's folder, or a file",
+        help="the folder that was passed to save_checkpoint, a tag's folder, another program's folder, or a file",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="a folder of checkpoints: the new one is OUT/<tag>")
     parser.add_argument("--tag", help="which checkpoint of SOURCE (default: the one named by its file `latest`)")

@@ -14,9 +14,7 @@ for zsh: zero-trial completion zsh > a folder of $fpath, as _zero-trial. Then st
 
 def add_parser(subparsers: Any) -> None:
     """Add the verb."""
-    parser = subparsers.add_parser(
-        "completion", help="print a script with which a shell completes words", description=_INTO
-    )
+    parser = subparsers.add_parser("completion", help="print a shell completion script", description=_INTO)
     parser.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="the shell")
     parser.set_defaults(handler=_handle)
 

@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
 
     up = add("up", "start the master, or show where it is running")
     up.add_argument(
-        "--port", type=int, help="port to listen on; 0: a free one (default: the previous one, else a free one)"
+        "--port", type=int, help="port to listen on; 0: a free port (default: the previous port, else a free one)"
     )
     up.add_argument("--slots", type=int, help="number of slots (default: one per GPU, else one per core)")
     up.add_argument("--cpu", action="store_true", help="slots are processes on the CPU, even if there are GPUs")
@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
     up.add_argument(
         "--cpus-per-slot", type=int, metavar="N", help="CPUs of a slot without a GPU on a cluster (default: 1)"
     )
-    up.add_argument("--host", help="address of this machine at which the machines of a cluster reach the master")
+    up.add_argument("--host", help="address of this machine at which the machines of a cluster can reach the master")
     up.add_argument("--foreground", action="store_true", help="serve in this process until it is interrupted")
     up.add_argument("--env", action="store_true", help='print shell exports only: eval "$(zero-trial master up --env)"')
     up.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
@@ -134,17 +134,19 @@ def _check_engine(options: argparse.Namespace) -> None:
     if not options.on:
         for name, value in (("--cpus-per-slot", options.cpus_per_slot), ("--host", options.host)):
             if value is not None:
-                raise ConfigError("is for masters of a cluster", where=name, got=value, fix="Use it with --on.")
+                raise ConfigError(
+                    "only applies together with --on", where=name, got=value, fix="Add --on, or omit the option."
+                )
         return
     if options.host in ("0.0.0.0", ""):
-        raise ConfigError("must be one address, which trials use", where="--host", got=options.host)
+        raise ConfigError("must be a single address that trials can reach", where="--host", got=options.host)
     if options.on.partition("=")[0] not in ("slurm", "ray") or options.on.startswith("slurm="):
         raise ConfigError("no such engine", where="--on", got=options.on, expected="slurm, ray or ray=ADDRESS")
     if options.slots is not None:
         raise ConfigError(
-            "the slots of a cluster are those of its machines",
+            "the machines of a cluster determine its slots",
             where="--slots",
-            fix="Leave it out; see --cpus-per-slot.",
+            fix="Omit it; see --cpus-per-slot.",
         )
     if options.cpus_per_slot is not None and options.cpus_per_slot < 1:
         raise ConfigError("must be positive", where="--cpus-per-slot", got=options.cpus_per_slot)
@@ -205,7 +207,7 @@ def _spawn(options: argparse.Namespace, home: Any) -> None:
             "the master did not start",
             where=str(home.root),
             got=text.removeprefix("error   ") or f"exit code {child.returncode}",
-            fix=f"Remove the cause, which {output} and {home.log} give, and run zero-trial master up again.",
+            fix=f"See {output} and {home.log} for the cause, then run zero-trial master up again.",
         )
 
 
@@ -215,7 +217,7 @@ def _wait_until_known(home: Any, seconds: float = 10.0) -> None:
     while not home.state().get("url"):
         if time.monotonic() > until:
             raise MasterError(
-                "a master has begun here and does not answer", where=str(home.root), fix="zero-trial master down"
+                "a master was started here but does not answer", where=str(home.root), fix="zero-trial master down"
             )
         time.sleep(0.05)
 
@@ -238,7 +240,7 @@ def _show(options: argparse.Namespace, home: Any, fresh: bool) -> None:
         # the options of this `up` that change nothing about a master that ran before
         names = ("port", "slots", "cpu", "on", "cpus_per_slot", "host")
         ignored = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, False)]
-        still = f" (it was running already{'; ' + ', '.join(ignored) + ' not applied: down first' if ignored else ''})"
+        still = f" (was already running{'; ' + ', '.join(ignored) + ' not applied: run down first' if ignored else ''})"
         head = f"master at {url}{'' if fresh else still}"
         root = "" if options.root is None else f" --root {shlex.quote(str(options.root))}"
         lines = [
@@ -248,8 +250,7 @@ def _show(options: argparse.Namespace, home: Any, fresh: bool) -> None:
             "for the det command, without a password:",
             *(f"  {line}" for line in lines),
             f'or: eval "$(zero-trial master up{root} --env)"',
-            f"to log in by hand: det -m {url} user login {exports['DET_USER']}, password in {home.account}"
-            " (unless you have changed it)",
+            f"to log in manually: det -m {url} user login {exports['DET_USER']}, password in {home.account}",
             "",
             "next: det experiment create CONFIG.yaml MODEL_DIR -f",
             f"      zero-trial master status{root}",
@@ -288,10 +289,10 @@ def _down(options: argparse.Namespace) -> int:
             print(f"ended allocation {name}")
     if still:
         raise MasterError(
-            "jobs do not end",
+            "jobs could not be stopped",
             where=on or "this machine",
             got=", ".join(still),
-            fix="Look at them there, and run zero-trial master down again.",
+            fix="Check them on the cluster, and run zero-trial master down again.",
         )
     return 0
 
@@ -302,7 +303,10 @@ def _require_here(home: Any) -> None:
     host = home.state().get("host") or socket.gethostname()
     if host != socket.gethostname() and home.locked():
         raise ConfigError(
-            "its master runs on another machine", where=str(home.root), got=socket.gethostname(), expected=host
+            "the master of this folder runs on another machine",
+            where=str(home.root),
+            got=socket.gethostname(),
+            expected=host,
         )
 
 

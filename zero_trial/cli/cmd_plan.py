@@ -38,19 +38,23 @@ def add_check_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "check",
         help="find mistakes in an experiment without starting it",
-        description="Check the experiment's YAML, every point of its search, its ds_config, entrypoint, loaders and folder. All errors are "
-        "shown together. Starts no ranks. The trial is built once, trains one step and evaluates one batch, on the CPU, with the engine that a rank "
-        "has and without its callbacks. Nothing is written but what the trial's own code writes; what it prints goes to the standard error.",
+        description="Check the experiment's YAML, every point of its search, its ds_config, entrypoint, loaders and folder. All errors are shown "
+        "together. Starts no ranks. The trial is built once, trains one step and evaluates one batch, on the CPU, with the engine "
+        "that a rank uses and without its callbacks. Nothing is written except by the trial's own code, whose output goes to stderr.",
     )
     add_words(parser)
     parser.add_argument("--slots", type=int, metavar="N", help="ranks (default: resources.slots_per_trial)")
     parser.add_argument(
-        "--points", type=int, default=128, metavar="N", help="the most points of a search to check (default: 128)"
+        "--points",
+        type=int,
+        default=128,
+        metavar="N",
+        help="maximum number of points of a search to check (default: 128)",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="train and evaluate even if that takes long or needs much memory: otherwise it ends after 10 s, or is skipped",
+        help="train and evaluate even if that takes long or needs much memory; by default this stops after 10 s, or is skipped",
     )
     parser.add_argument("--no-build", action="store_true", help="read files only: do not import the model definition")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -63,7 +67,7 @@ def _check(options: argparse.Namespace) -> int:
 
     words = read_words(given_words(options))
     if words.experiment_path is None:
-        raise ConfigError("there is no experiment to check", where="check", fix="Write zero-trial check CONST.yaml.")
+        raise ConfigError("no experiment was given", where="check", fix="Write zero-trial check CONST.yaml.")
     request = CheckRequest(
         words.experiment_path,
         words.model_dir,
@@ -86,9 +90,9 @@ def add_config_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "config",
         help="show every value of the ds_config and where it came from",
-        description="Resolve the ds_config of an experiment as a run would: the batch sizes and the mesh, every value with its source, and "
-        "what has no effect. For a search, use its first point that can be trained. In a ds_config alone, "
-        '"auto" stays, with what fills it in. Starts nothing and imports no model.',
+        description="Resolve the ds_config of an experiment as a run would: the batch sizes and the mesh, every value with its source, and keys "
+        'that have no effect. For a search, use its first point that can be trained. For a ds_config alone, "auto" values stay, '
+        "with a note about what fills them in. Starts nothing and imports no model.",
     )
     parser.add_argument(
         "experiment_path",
@@ -101,9 +105,9 @@ def add_config_parser(subparsers: Any) -> None:
         "--slots",
         type=int,
         metavar="N",
-        help="ranks (default: resources.slots_per_trial, or what a ds_config's batch sizes and mesh say)",
+        help="ranks (default: resources.slots_per_trial, or as implied by a ds_config's batch sizes and mesh)",
     )
-    parser.add_argument("--given", action="store_true", help="leave out defaults that need no remark")
+    parser.add_argument("--given", action="store_true", help="omit defaults that need no remark")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object; its ds_config repeats the run on any release"
     )
@@ -122,7 +126,7 @@ def _config(options: argparse.Namespace) -> int:
         config = read_ds_config(options.experiment_path, name=options.experiment_path.name, allow_open=True)
         if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
             # an experiment gives a batch size then, as global_batch_size
-            key, said = "train_micro_batch_size_per_gpu", "derived: no batch size is given, 1 for this report"
+            key, said = "train_micro_batch_size_per_gpu", "derived: no batch size is set, 1 is used for this report"
             sources = {**config.sources, key: ValueSource(said, Provenance.DERIVED)}
             config = replace(config, train_micro_batch_size_per_gpu=1, sources=sources)
         _say_config(config, reconcile(config, options.slots or ranks_of(config)), options)
@@ -168,7 +172,7 @@ def add_plan_parser(subparsers: Any) -> None:
     """Add the verb."""
     parser = subparsers.add_parser(
         "plan",
-        help="say what a trial will need in memory",
+        help="estimate how much memory a trial will need",
         description="Plan the memory of each rank: states from the layouts that the engine would build, activations from one micro-batch "
         "of the trial without values. The plans of every ZeRO stage and of smaller micro-batches are shown. Starts no ranks and writes nothing; the "
         "trial is built once, and its train_batch is called. Exit code 3 if it does not fit.",
@@ -190,12 +194,12 @@ def add_planned(parser: argparse.ArgumentParser) -> None:
         "--memory",
         "--limit",
         metavar="SIZE",
-        help="memory of one rank, such as 16GiB (default: of the GPU, or of this machine by ranks)",
+        help="memory of one rank, such as 16GiB (default: of the GPU, or of this machine divided by ranks)",
     )
     limits.add_argument(
         "--gpu-memory",
         metavar="SIZE",
-        help="plan for GPUs of this size, such as 80GiB, which need not be in this machine; the model is built without values",
+        help="plan for GPUs of this size, such as 80GiB, that need not be in this machine; the model is built without values",
     )
 
 
@@ -286,23 +290,28 @@ def add_tune_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "tune",
         help="find the fastest ds_config that fits",
-        description="Find the fastest ZeRO stage, micro-batch and accumulation, schedule and way to save memory at the same global batch: "
-        "the plan prunes what cannot fit, and short trials on this host measure steps per second, those with the best estimate first. "
+        description="Find the fastest ZeRO stage, micro-batch and accumulation, schedule and memory-saving options at the same global batch: the "
+        "plan prunes what cannot fit, and short trials on this host measure steps per second, those with the best estimate first. "
         "ds_config's autotuning section sets the defaults. Exit code 3 if nothing fits.",
     )
     add_planned(parser)
     parser.add_argument(
-        "--trials", type=int, metavar="N", help="the most trials (default: a quarter of what fits, at least 3)"
+        "--trials",
+        type=int,
+        metavar="N",
+        help="maximum number of trials (default: a quarter of the configurations that fit, at least 3)",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="measured steps of a trial (default: 16)")
+    parser.add_argument("--steps", type=int, metavar="N", help="measured steps per trial (default: 16)")
     parser.add_argument(
         "--keep",
         action="append",
         default=[],
         metavar="KEY",
-        help="leave this key or section of the ds_config as it is (may be repeated)",
+        help="keep this key or section of the ds_config unchanged (may be repeated)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="plan, show what would be tried, and start nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="plan, show which configurations would be tried, and start nothing"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end and nothing else")
     parser.set_defaults(handler=_tune)
 
@@ -323,9 +332,7 @@ def _tune(options: argparse.Namespace) -> int:
 
     request = planned_request(options)
     if options.gpu_memory is not None and not options.dry_run:
-        raise ConfigError(
-            "trials run on this host, with the GPUs that are here", where="--gpu-memory", fix="Give --memory."
-        )
+        raise ConfigError("trials run on this host, with its own GPUs", where="--gpu-memory", fix="Give --memory.")
     checked = check_run(request, os.environ)
     facts = facts_of(checked, keep=options.keep, accelerator=options.gpu_memory is not None or checked.devices.gpus > 0)
     tuning = checked.ds_config.autotuning  # type: ignore[union-attr]  # facts_of has refused None
@@ -337,7 +344,7 @@ def _tune(options: argparse.Namespace) -> int:
     with _planning(checked.devices.gpus > 0) as call:
         machine, margin = _tuned_machine(options, checked, call)
         limit = machine.limit
-        tell(f"plan    {len(ways)} ways to train {own.name}; limit {format_bytes(limit)} per rank")
+        tell(f"plan    {len(ways)} configurations of {own.name}; limit {format_bytes(limit)} per rank")
         found = select(
             ways,
             lambda way: call(weigh_way, request, way, machine, dict(os.environ)),
@@ -357,7 +364,7 @@ def _tune(options: argparse.Namespace) -> int:
     if options.dry_run:
         return 0
     most, steps = search_budget(tuning, len(found.ways), options.trials, options.steps)
-    tell(f"search  {most} trials of {len(found.ways)} ways that fit, {steps} steps each")
+    tell(f"search  {most} trials of {len(found.ways)} configurations that fit, {steps} steps each")
     trials: list[TuneTrial] = []
     interrupted = False
     try:
@@ -371,7 +378,7 @@ def _tune(options: argparse.Namespace) -> int:
         if not any(trial.speed for trial in trials):
             raise
         interrupted = True
-        tell("stopped the search; what follows is of the trials so far")
+        tell("stopped the search; the results below are of the trials so far")
     _conclude(options, checked, own, trials)
     return ExitStatus.INTERRUPTED if interrupted else 0
 
@@ -392,7 +399,7 @@ def _planning(accelerator: bool) -> Iterator[Callable[..., Any]]:
             yield lambda function, *arguments: pool.submit(function, *arguments).result()
         except BrokenProcessPool:
             raise TrialError(
-                "the process that plans was killed, perhaps by the kernel's out-of-memory killer", where="tune"
+                "the planning process was killed, perhaps by the kernel's out-of-memory killer", where="tune"
             ) from None
 
 
@@ -434,7 +441,7 @@ def _selection_lines(found: Selection) -> list[str]:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         lines.append(f"pruned  {names[0]}{more}: {why}")
     spared = len(found.pruned) - sum(map(len, refused.values()))
-    lines += [f"pruned  {spared} more, which save memory that is there or have smaller micro-batches"] if spared else []
+    lines += [f"pruned  {spared} more, which save memory without need or have smaller micro-batches"] if spared else []
     return lines + [f"fits    {way.name}: planned {format_bytes(found.weighed[way].bytes)}" for way in found.ways]
 
 
@@ -442,9 +449,9 @@ def _nothing_fits(found: Selection, margin: Margin, limit: int | None) -> Except
     sizes = [weighed.bytes for weighed in found.weighed.values() if not weighed.refusal]
     if not sizes:
         first = next(iter(found.weighed.values()), None)
-        return TrialError("no way to train can be planned", where="tune", got=first.refusal if first else None)
+        return TrialError("no configuration can be planned", where="tune", got=first.refusal if first else None)
     return DoesNotFit(
-        f"the least of {len(sizes)} ways needs {format_bytes(margin.needed(min(sizes)))}, has {format_bytes(limit)}",
+        f"the smallest of {len(sizes)} configurations needs {format_bytes(margin.needed(min(sizes)))}, has {format_bytes(limit)}",
         fix="Use more ranks, a shorter input, activation checkpointing, offload or a smaller model.",
     )
 
@@ -476,5 +483,5 @@ def _conclude(options: argparse.Namespace, checked: CheckedRun, own: TrainingWay
     settings = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
     say(f"best    {best.way.name}: {best.speed:.3g} steps/s")
     lines = difflib.unified_diff(was, now, "ds_config", "ds_config, tuned", lineterm="")
-    print("\n".join(lines) or "the ds_config stays as it is")
+    print("\n".join(lines) or "no change to the ds_config")
     say(f"train   {shlex.join(['zero-trial', 'run', *given_words(options), *settings, *slots])}")

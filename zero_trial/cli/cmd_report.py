@@ -31,8 +31,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "report",
         help="write the report of a run or an experiment as one HTML page",
-        description="Read a run's folder, finished or not, and write its curves, memory, configuration with provenance and checkpoints as "
-        "one HTML page without external resources. Of an experiment of the embedded master, or of a folder of run folders, write its "
+        description="Read a run's folder, finished or not, and write its curves, memory, configuration with provenance and checkpoints as one "
+        "HTML page without external resources. For an experiment of the embedded master, or a folder of run folders, write its "
         "learning curves, the search's decisions, the swept values and the best configuration.",
     )
     _add_options(parser)
@@ -106,7 +106,7 @@ def _write_page(path: Path, text: str) -> None:
             f"the report cannot be written ({error.strerror})",
             where="--output",
             got=str(path),
-            fix="Give another file.",
+            fix="Use another file.",
         ) from error
     print(f"report  {path}")
 
@@ -116,9 +116,9 @@ def add_board_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "board",
         help="serve a live page of the runs in a folder",
-        description="Serve a read-only page of the runs in a folder, or of one run, on this machine until it is interrupted: curves, memory, "
-        "checkpoints and logs as they come, and comparisons. The printed address contains a token, without which nothing is "
-        "answered. For the experiments of the embedded master, zero-trial master up prints the address of the same page.",
+        description="Serve a read-only page of the runs in a folder, or of one run, on this machine until it is interrupted: live curves, "
+        "memory, checkpoints and logs, and comparisons. The printed address contains a token, without which no request is answered. "
+        "For the experiments of the embedded master, zero-trial master up prints the address of the same page.",
     )
     parser.add_argument(
         "folder", metavar="FOLDER", type=Path, help="a folder of run folders, such as runs, or one of them"
@@ -132,13 +132,13 @@ def _serve_board(options: argparse.Namespace) -> int:
     from zero_trial.report.board import serve_runs
 
     if not 0 <= options.port <= 65535:
-        raise ConfigError("this is not a port", where="--port", got=options.port, expected="0 to 65535")
+        raise ConfigError("not a port number", where="--port", got=options.port, expected="0 to 65535")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
 
     def ready(address: str) -> None:
-        text = json.dumps({"board": address}) if options.json else f"board  {address}\nCtrl-C ends it"
+        text = json.dumps({"board": address}) if options.json else f"board  {address}\npress Ctrl-C to stop"
         print(text, flush=True)
 
     serve_runs(options.folder, options.port, ready, stop)
@@ -232,7 +232,7 @@ def _parting(trace: TraceComparison) -> str:
         return trace.name
     apart = f" ({parting.difference:.3g} apart)" if parting.difference is not None else ""
     words = [f"{trace.name}: from step {parting.step} on, {parting.a} and {parting.b}{apart}"]
-    words.append("at the first step that both have" if parting.before is None else f"equal until step {parting.before}")
+    words.append("from the first common step on" if parting.before is None else f"equal until step {parting.before}")
     if parting.largest is not None:
         words.append(f"at most {parting.largest:.3g} apart, at step {parting.at}, over {_steps(trace.steps)}")
     return "; ".join(words)
@@ -241,7 +241,7 @@ def _parting(trace: TraceComparison) -> str:
 def _verdict(found: RunDifference, same: bool) -> str:
     first = found.first
     if same or first is None or first.parting is None:
-        return "same" if same else f"different{', though no value that both have differs' * bool(found.traces)}"
+        return "same" if same else f"different{', although no common value differs' * bool(found.traces)}"
     between = f", equal until step {first.parting.before}" if first.parting.before is not None else ""
     return f"different from step {first.parting.step} on ({first.name}{between})"
 

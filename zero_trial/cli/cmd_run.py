@@ -56,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
 
 def add_meeting(group: Any) -> None:
     """Add which of the hosts this is, and where they meet; ``placed`` returns it."""
-    group.add_argument("--node_rank", "--node-rank", type=int, metavar="K", help="which of the hosts this is, from 0")
+    group.add_argument("--node_rank", "--node-rank", type=int, metavar="K", help="the number of this host, from 0")
     group.add_argument("--master_addr", "--master-addr", default="", metavar="HOST", help="address of host 0")
     group.add_argument("--master_port", "--master-port", type=int, metavar="PORT", help="its port (default 29500)")
 
@@ -152,7 +152,7 @@ def start_lines(checked: CheckedRun, seconds: float) -> list[str]:
     config = checked.ds_config
     done = [
         f"{checked.experiment_path.name} ok",
-        "ds_config ok" if config else "ds_config is the trial's own",
+        "ds_config ok" if config else "the trial passes its own ds_config",
         f"{checked.entrypoint} ok",
     ]
     if config is not None and not checked.entrypoint.as_determined:
@@ -209,7 +209,7 @@ def _given_run(folder: Path) -> Path:
     """Return the folder if a run has begun in it. Raises ConfigError."""
     if not RunFolder(folder).config_lock.is_file():
         raise ConfigError(
-            "there is no run in this folder" if folder.is_dir() else "there is no such folder",
+            "this folder contains no run" if folder.is_dir() else "there is no such folder",
             where="resume",
             got=str(folder),
             expected=f"a run's folder, such as runs/0001, with {RunFolder(folder).config_lock.name}",
@@ -223,10 +223,10 @@ def newest_run(root: Path) -> Path:
     numbered = [path for path in root.iterdir() if path.name.isdecimal() and path.is_dir()] if root.is_dir() else []
     if not numbered:
         raise ConfigError(
-            "there is no run here",
+            "no run was found here",
             where="resume",
             got=f"no folder {root}/NNNN in {Path.cwd().name}/",
-            fix="Name the run's folder: zero-trial resume path/to/runs/0001.",
+            fix="Pass the run's folder: zero-trial resume path/to/runs/0001.",
         )
     return _given_run(max(numbered, key=lambda path: int(path.name)))
 
@@ -259,7 +259,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("-H", "--hostfile", metavar="FILE", help="lines of the form: host slots=N")
     group.add_argument("-i", "--include", default="", metavar="FILTER", help="hosts and slots to use: host1@host2:0,2")
-    group.add_argument("-e", "--exclude", default="", metavar="FILTER", help="hosts and slots to leave out")
+    group.add_argument("-e", "--exclude", default="", metavar="FILTER", help="hosts and slots to exclude")
     group.add_argument(
         "--num_nodes", "--num-nodes", type=int, metavar="N", help="use the first N hosts of the hostfile"
     )
@@ -269,18 +269,20 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_rendezvous(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("where hosts meet (torchrun's); run the same command on each host")
-    group.add_argument("--nnodes", default="", metavar="N", help="number of hosts, or LEAST:MOST with --rdzv-endpoint")
+    group = parser.add_argument_group(
+        "rendezvous of several hosts (torchrun's options); run the same command on each host"
+    )
+    group.add_argument("--nnodes", default="", metavar="N", help="number of hosts, or MIN:MAX with --rdzv-endpoint")
     add_meeting(group)
     group.add_argument(
         "--rdzv_endpoint",
         "--rdzv-endpoint",
         default="",
         metavar="HOST:PORT",
-        help="let torch's c10d rendezvous order the hosts",
+        help="let torch's c10d rendezvous assign the hosts' order",
     )
     group.add_argument(
-        "--rdzv_id", "--rdzv-id", default="zero_trial", metavar="ID", help="name of the run at the endpoint"
+        "--rdzv_id", "--rdzv-id", default="zero_trial", metavar="ID", help="name of the run at the rendezvous endpoint"
     )
     group.add_argument("--standalone", action="store_true", help="one host (the default)")
 
@@ -299,7 +301,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         dest="local_rank",
         action="store_true",
         default=None,
-        help="pass --local_rank=N to the script (default: when its text names that option)",
+        help="pass --local_rank=N to the script (default: if its source contains that option)",
     )
     group.add_argument(
         "--no_local_rank", "--no-local-rank", dest="local_rank", action="store_false", help="never pass it"
@@ -315,13 +317,13 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         dest="as_deepspeed",
         action="store_const",
         const="replace",
-        help="the same where the real deepspeed is installed",
+        help="the same if the real deepspeed is installed",
     )
     group.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder for logs and records (default: the next runs/NNNN)"
     )
     group.add_argument("script", metavar="SCRIPT", help="the script, module or program to run")
-    group.add_argument("arguments", nargs=argparse.REMAINDER, metavar="arguments", help="what the script is given")
+    group.add_argument("arguments", nargs=argparse.REMAINDER, metavar="arguments", help="arguments of the script")
 
 
 def _launch(options: argparse.Namespace) -> int:

@@ -27,9 +27,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "simulate",
         help="simulate a search without training",
-        description="Run the experiment's searcher against synthetic learning curves: its brackets and rungs, how many trials come to each, "
-        "how much is spent compared with training every trial to its end, and how many points are pruned because their ds_config cannot be "
-        "reconciled. Trains nothing, writes nothing, and gives the same answer for the same seed.",
+        description="Run the experiment's searcher against synthetic learning curves: its brackets and rungs, how many trials reach each rung, "
+        "how much is spent compared with training every trial to its end, and how many points are pruned because their ds_config "
+        "cannot be reconciled. Trains nothing, writes nothing, and prints the same result for the same seed.",
     )
     parser.add_argument("experiment_path", type=Path, metavar="EXPERIMENT.yaml", help="the experiment")
     parser.add_argument(
@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
         "--metric-curve",
         choices=("power", "crossing", "noise"),
         default="power",
-        help="power: early leaders mostly win (default); crossing: slow starters win; noise: chance",
+        help="power: early leaders mostly win (default); crossing: slow starters win; noise: random",
     )
     parser.add_argument(
         "--length", type=int, metavar="N", help="length of a training, if the searcher does not set one"
@@ -103,7 +103,7 @@ def _setup(config: Mapping[str, Any], options: argparse.Namespace) -> Setup:
         unit, length = "batches", searcher["max_length"]
     elif searcher.get("max_length") is None and searcher.get("max_time") is None:
         fix = "Write --length 1000, in batches."
-        raise ConfigError("the experiment does not say how long a trial is", where="searcher", fix=fix)
+        raise ConfigError("the experiment does not set the length of a trial", where="searcher", fix=fix)
     else:
         unit, length = training_length(searcher)
     files = _files(config, options)
@@ -131,9 +131,9 @@ def _files(config: Mapping[str, Any], options: argparse.Namespace) -> dict[str, 
     for folder in folders:
         if (folder / named).is_file():
             return {str(Path(named)): (folder / named).read_bytes()}
-    fix = "Name the model's folder behind the experiment." if options.model_dir is None else None
+    fix = "Add the model's folder after the experiment." if options.model_dir is None else None
     raise ConfigError(
-        f"{named} is not in {' nor in '.join(str(folder) for folder in folders)}", where="data.ds_config", fix=fix
+        f"{named} is not in {' or in '.join(str(folder) for folder in folders)}", where="data.ds_config", fix=fix
     )
 
 
@@ -149,7 +149,9 @@ def _render(searcher: Mapping[str, Any], setup: Setup, found: Simulated) -> list
         before = rung.bracket
         lines.append(f"{bracket:>9}{rung.units:>12}{rung.reached:>9}{rung.stopped:>9}")
     share = f" ({found.spent / found.whole:.0%})" if found.whole else ""
-    lines.append(f"spent   {found.spent} of {found.whole} {setup.unit} that all trials to their end would take{share}")
+    lines.append(
+        f"spent   {found.spent} of {found.whole} {setup.unit} that training all trials to their end would take{share}"
+    )
     pruned = sum(found.pruned.values())
     lines.append(f"pruned  {pruned} points" + (", whose ds_config cannot be reconciled" if pruned else ""))
     for why, count in list(found.pruned.items())[:_REASONS_SHOWN]:
@@ -203,9 +205,9 @@ def add_schedule_parser(subparsers: Any) -> None:
         nargs=3,
         default=(1, 1, 1),
         metavar=("F", "I", "W"),
-        help="time of forward, input gradient and weight gradient of a chunk, in whole numbers (default: 1 1 1)",
+        help="time of forward, input gradient and weight gradient of a chunk, as whole numbers (default: 1 1 1)",
     )
-    parser.add_argument("--actions", action="store_true", help="print every action of every rank too")
+    parser.add_argument("--actions", action="store_true", help="also print every action of every rank")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(handler=_schedule)
 
@@ -255,8 +257,8 @@ def _schedule_head(schedule: Schedule, report: SimulationReport, policy: ZeroPol
     if policy.parameters is not None:
         words.append(f"parameters: {policy.parameters.value}")
     return (
-        f"schedule  {schedule.name} · {' · '.join(words)}\n"
-        f"bubble    {report.bubble:.1%}: {report.makespan:g} units of time, of which a rank computes {report.ranks[0].busy:g}"
+        f"schedule  {schedule.name} · {' · '.join(words)}\nbubble    {report.bubble:.1%}: {report.makespan:g} units of time, of which a rank is "
+        f"busy {report.ranks[0].busy:g}"
     )
 
 

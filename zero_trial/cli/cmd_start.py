@@ -98,11 +98,11 @@ def plant(folder: Path, files: dict[str, str]) -> None:
     there = [name for name in files if os.path.lexists(folder / name)]
     if there:
         raise ConfigError(
-            "nothing is overwritten",
+            "existing files are not overwritten",
             where="FOLDER",
             got=f"{', '.join(there)} in {folder.resolve().name}/",
             expected="a folder without them",
-            fix="Name a new one: zero-trial init my_trial.",
+            fix="Use a new folder: zero-trial init my_trial.",
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def plant(folder: Path, files: dict[str, str]) -> None:
                 file.write(text)
     except OSError as error:
         raise ConfigError(
-            f"cannot be written ({error.strerror})", where=str(error.filename or folder), fix="Name another folder."
+            f"cannot be written ({error.strerror})", where=str(error.filename or folder), fix="Use another folder."
         ) from error
 
 
@@ -144,7 +144,7 @@ def add_env_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "env",
         help="show what is available here, and why something is not",
-        description="Show versions, devices, compilers, kernels and optional packages of this machine, and why one is missing.",
+        description="Show versions, devices, compilers, kernels and optional packages of this machine, and why something is missing.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(handler=_env)
@@ -173,7 +173,7 @@ def native_facts() -> list[Fact]:
         found = [Fact(**json.loads(line)) for line in done.stdout.splitlines()]
         end = how_it_ended(done.returncode)
     except subprocess.TimeoutExpired:
-        end = f"the process that looked for it did not answer in {_MOST_SECONDS} s"
+        end = f"the probe did not finish within {_MOST_SECONDS} s"
     there = {fact.section for fact in found}
     missing = {"backends": "torch", "kernels": "ops"}.items()
     return found + [Fact(section, name, "", end) for section, name in missing if section not in there]
@@ -183,9 +183,9 @@ def versions() -> list[Fact]:
     """Return the packages that zero_trial needs or can use."""
     facts = [
         Fact("versions", "python", platform.python_version()),
-        _package("zero_trial", "not installed: run from its sources"),
+        _package("zero_trial", "not installed: running from source"),
     ]
-    facts += [_package(name, "missing, and zero_trial needs it: pip install zero_trial") for name in _REQUIRED]
+    facts += [_package(name, "missing, but required: pip install zero_trial") for name in _REQUIRED]
     return facts + [_package(name, f"not installed; {why}") for name, why in _OPTIONAL.items()]
 
 
@@ -213,7 +213,7 @@ def _backends() -> list[Fact]:
         import torch
         import torch.distributed as dist
     except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded
-        return [Fact("backends", "torch", "", f"does not import: {error}")]
+        return [Fact("backends", "torch", "", f"import failed: {error}")]
     facts = [Fact("backends", "cpu", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")]
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -246,7 +246,7 @@ def _kernels() -> list[Fact]:
 def _tools() -> list[Fact]:
     """Return programs outside of Python that some parts use."""
     wanted = {
-        "g++": "the CPU kernels need it, clang++ or $CXX once, unless they have been built",
+        "g++": "the CPU kernels need g++, clang++ or $CXX once, unless they are already built",
         "ssh": "launch --launcher ssh cannot start other hosts",
     }
     return [

@@ -80,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         # a disk that is full, a folder that may not be written: not ours, and no traceback helps
         wrapped = StorageError(
-            f"the system refused: {error.strerror or error}", where=str(error.filename) if error.filename else None
+            f"the operating system reported: {error.strerror or error}",
+            where=str(error.filename) if error.filename else None,
         )
         wrapped.__cause__ = error
         return report_error(wrapped, sys.stderr, debug=debug)
@@ -95,7 +96,7 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
     verb = next((word for word in words if not word.startswith("-")), None)
     near = difflib.get_close_matches(verb, VERBS, 1) if verb is not None and verb not in VERBS else []
     if near:
-        parser.error(f"there is no verb {verb}. Did you mean {near[0]}?")
+        parser.error(f"unknown verb {verb}. Did you mean {near[0]}?")
     options, rest = parser.parse_known_args(words)
     if rest:  # argparse reads the last positional arguments of a verb before the first option only
         if not isinstance(getattr(options, "settings", None), list) or any(word.startswith("-") for word in rest):

@@ -14,7 +14,7 @@ from zero_trial.launch.supervisor import LaunchResult
 from zero_trial.trial.runs.run_layout import RunFolder
 from zero_trial.util.text import strip_control
 
-FOLDER_HELP = "a checkpoint, or a run's folder or a folder of checkpoints: then the newest whole one"
+FOLDER_HELP = "a checkpoint, or a run's folder or a folder of checkpoints (the newest intact checkpoint is used)"
 
 _STOPPED = (ExitStatus.PREEMPTED, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
 
@@ -45,7 +45,7 @@ def disk_lines(folder: Path, room: int = 1 << 20) -> list[str]:
     except OSError:
         return []
     return (
-        [f"note    the disk of {shown(folder)} is full ({free >> 10} KiB free): free some, or give --run-dir DIR"]
+        [f"note    the disk of {shown(folder)} is full ({free >> 10} KiB free): free some space, or pass --run-dir DIR"]
         if free < room
         else []
     )

@@ -97,7 +97,7 @@ def _from_exit(end: RankExit) -> Cause:
 def how_it_ended(code: int) -> str:
     """Describe a process's end, with the usual reason where there is one."""
     if code >= 0:
-        return f"the process ended with exit code {code} and left no error"
+        return f"the process ended with exit code {code} without an error message"
     try:
         name = signal.Signals(-code).name
     except ValueError:
@@ -106,8 +106,8 @@ def how_it_ended(code: int) -> str:
         "SIGKILL": " Killed from outside, or by the kernel's OOM killer (see dmesg).",
         "SIGSEGV": " A native library crashed.",
         "SIGBUS": " A native library crashed, or shared memory (/dev/shm) is full.",
-        "SIGABRT": " A native library gave up; its message is in the log.",
-        "SIGILL": " A native library was built for another processor.",
+        "SIGABRT": " A native library aborted; its message is in the log.",
+        "SIGILL": " A native library was built for a different processor.",
     }.get(name, "")
     return f"killed by {name} (signal {-code}).{why}"
 

@@ -112,7 +112,8 @@ def place(
     if explicit is not None:
         if request.include or request.exclude or request.hostfile is not None:
             raise ConfigError(
-                "a hostfile and its filters do not go with --nnodes or --rdzv-endpoint", fix="Give one or the other."
+                "a hostfile and its filters cannot be combined with --nnodes or --rdzv-endpoint",
+                fix="Use one or the other.",
             )
         return _alone(HostPlan("localhost", slots, explicit), devices)
     if request.hostfile is not None:
@@ -123,7 +124,7 @@ def place(
         return _alone(plan_hosts(chosen, present, "", port)[0], devices)
     if request.num_nodes not in (None, 1):
         raise ConfigError(
-            "several hosts need a hostfile", where="--num_nodes", got=request.num_nodes, fix="Give --hostfile FILE."
+            "several hosts need a hostfile", where="--num_nodes", got=request.num_nodes, fix="Pass --hostfile FILE."
         )
     slurm = from_slurm(env, port)
     return _alone(HostPlan("localhost", slots, slurm or RendezvousSpec()), devices)
@@ -146,13 +147,13 @@ def _explicit(request: PlacementRequest, port: int) -> RendezvousSpec | None:
         raise ConfigError("a range of hosts needs --rdzv-endpoint", where="--nnodes", got=request.nnodes)
     if not request.master_addr:
         raise ConfigError(
-            "several hosts need an address to meet at",
+            "several hosts need a rendezvous address",
             where="--master_addr",
-            fix="Give the first host's address, or --rdzv-endpoint.",
+            fix="Pass the first host's address, or --rdzv-endpoint.",
         )
     if request.node_rank is None or not 0 <= request.node_rank < int(request.nnodes):
         raise ConfigError(
-            "which of the hosts is this?",
+            "the number of this host is missing or out of range",
             where="--node_rank",
             got=request.node_rank,
             expected=f"0 to {int(request.nnodes) - 1}",
@@ -196,7 +197,7 @@ def own_plan(plans: Sequence[HostPlan], names: Sequence[str], node_rank: int | N
     if node_rank is not None:
         if not 0 <= node_rank < len(plans):
             raise ConfigError(
-                "there is no host of this number", where="--node_rank", got=node_rank, expected=f"0 to {len(plans) - 1}"
+                "no host has this number", where="--node_rank", got=node_rank, expected=f"0 to {len(plans) - 1}"
             )
         return plans[node_rank]
     mine = [plan for plan in plans if plan.host in names]
@@ -206,7 +207,7 @@ def own_plan(plans: Sequence[HostPlan], names: Sequence[str], node_rank: int | N
             where="hostfile",
             got=", ".join(names),
             expected=" or ".join(plan.host for plan in plans),
-            fix="Say which one it is with --node_rank, or start all of them from here with --launcher ssh.",
+            fix="Pass this host's number with --node_rank, or start all hosts from here with --launcher ssh.",
         )
     return mine[0]
 
@@ -255,16 +256,14 @@ def parse_hostfile(text: str, name: str = "hostfile") -> Slots:
             raise ConfigError("not a host line", where=where, got=repr(line), expected="host slots=N")
         host, slots = found[1], int(found[2])
         if host in hosts:
-            raise ConfigError(
-                "the host is named twice", where=where, got=host, fix="Give it one line with all its slots."
-            )
+            raise ConfigError("the host appears twice", where=where, got=host, fix="Write one line with all its slots.")
         if slots < 1:
             raise ConfigError(
-                "a host needs at least one slot", where=where, got=slots, fix="Remove the line to leave it out."
+                "a host needs at least one slot", where=where, got=slots, fix="To exclude the host, remove the line."
             )
         hosts[host] = list(range(slots))
     if not hosts:
-        raise ConfigError("the hostfile names no host", where=name, expected="lines of the form: host slots=N")
+        raise ConfigError("the hostfile lists no host", where=name, expected="lines of the form: host slots=N")
     return hosts
 
 
@@ -276,7 +275,7 @@ def choose(hosts: Mapping[str, list[int]], include: str = "", exclude: str = "")
     what does not exist.
     """
     if include and exclude:
-        raise ConfigError("--include and --exclude exclude each other", fix="Give one of them.")
+        raise ConfigError("--include and --exclude cannot be combined", fix="Use only one of them.")
     if include:
         named = _parse_filter(include, "--include", hosts)
         return {host: named[host] for host in hosts if host in named}
@@ -285,7 +284,7 @@ def choose(hosts: Mapping[str, list[int]], include: str = "", exclude: str = "")
         left = {host: [slot for slot in slots if slot not in dropped.get(host, ())] for host, slots in hosts.items()}
         left = {host: slots for host, slots in left.items() if slots}
         if not left:
-            raise ConfigError("nothing is left to run on", where="--exclude", got=exclude)
+            raise ConfigError("no host or slot is left", where="--exclude", got=exclude)
         return left
     return {host: list(slots) for host, slots in hosts.items()}
 
@@ -295,13 +294,13 @@ def first_hosts(hosts: Mapping[str, list[int]], num_nodes: int | None, num_slots
     Raises ConfigError when there are fewer."""
     if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
         raise ConfigError(
-            "there are not so many hosts", where="--num_nodes", got=num_nodes, expected=f"1 to {len(hosts)}"
+            "the hostfile has fewer hosts", where="--num_nodes", got=num_nodes, expected=f"1 to {len(hosts)}"
         )
     chosen = dict(list(hosts.items())[:num_nodes])
     for host, slots in chosen.items():
         if num_slots is not None and not 1 <= num_slots <= len(slots):
             raise ConfigError(
-                f"{host} has not so many slots", where="--num_gpus", got=num_slots, expected=f"1 to {len(slots)}"
+                f"{host} has fewer slots", where="--num_gpus", got=num_slots, expected=f"1 to {len(slots)}"
             )
     return {host: slots[:num_slots] for host, slots in chosen.items()}
 
@@ -314,7 +313,7 @@ def _parse_filter(text: str, option: str, hosts: Mapping[str, list[int]]) -> Slo
         if host not in hosts:
             raise ConfigError("no such host in the hostfile", where=option, got=repr(host), expected=" or ".join(hosts))
         if host in named:
-            raise ConfigError("the host is named twice", where=option, got=host)
+            raise ConfigError("the host appears twice", where=option, got=host)
         named[host] = _slots(numbers, hosts[host], part, option) if colon else list(hosts[host])
     return named
 
@@ -347,7 +346,7 @@ def from_slurm(env: Mapping[str, str], port: int = DEFAULT_PORT) -> RendezvousSp
     tasks = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or hosts)
     if tasks != hosts:
         raise ConfigError(
-            "this SLURM step starts several tasks per host, but one zero-trial per host starts all ranks of its host",
+            "this SLURM step starts several tasks per host, but a single zero-trial process per host starts all ranks of its host",
             where="SLURM_NTASKS",
             got=tasks,
             expected=f"{hosts} (one per host)",

@@ -126,11 +126,11 @@ def meet(spec: RendezvousSpec, ranks: int, earlier: Meeting | None = None) -> Me
         counts, rounds = [int(count) for count, _ in said], [int(number) for _, number in said]
     except (RendezvousError, RuntimeError, OSError, ValueError) as error:
         raise MeshError(
-            "the hosts of this run have not met",
+            "the hosts of this run did not find each other",
             where=endpoint,
             got=f"{type(error).__name__}: {error}".splitlines()[0],
             expected=f"{spec.hosts} hosts within {_JOIN_SECONDS} s",
-            fix="Check that every host was started, with the same address, and can reach it.",
+            fix="Check that every host was started with the same address, and that all hosts can reach it.",
         ) from error
     return Meeting(
         ranks,

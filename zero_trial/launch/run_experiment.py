@@ -82,7 +82,7 @@ def check_run(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
     model_dir = model_folder(experiment, request.model_dir)
     if experiment.searcher.searches:
         raise ConfigError(
-            f"the searcher {experiment.searcher.name} tries many trials, and zero-trial run runs one",
+            f"the searcher {experiment.searcher.name} runs several trials, but zero-trial run runs only one",
             where=experiment.document.where("searcher.name"),
             fix="Write searcher: {name: single, ...} and constant hyperparameters.",
         )
@@ -108,9 +108,9 @@ def _experiment_path(request: RunRequest) -> Path:
     if request.resume is not None and RunFolder(request.resume).config_lock.is_file():
         return RunFolder(request.resume).config_lock
     raise ConfigError(
-        "there is no experiment to run",
+        "no experiment was given",
         where="command line",
-        fix="Name the experiment and the folder of its model: const.yaml model_def_folder.",
+        fix="Pass the experiment and the folder of its model: const.yaml model_def_folder.",
     )
 
 
@@ -133,10 +133,10 @@ def model_folder(experiment: ExperimentConfig, given: Path | None) -> Path:
         return locked
     key = f"data.{LOCK_SECTION}.model_dir"
     raise ConfigError(
-        f"the model that this run was made from ({entrypoint}) is not in its folder",
+        f"the model of this run ({entrypoint}) is no longer in its folder",
         where=experiment.document.where(key),
         got=str(locked),
-        fix="Write its new place there, or name it: zero-trial run CONST.yaml MODEL_DIR --resume RUN.",
+        fix="Write its new path there, or pass it: zero-trial run CONST.yaml MODEL_DIR --resume RUN.",
     )
 
 
@@ -159,7 +159,7 @@ def _run_in(folder: Path, checked: CheckedRun, screen: Screen, events_before: bo
     most = checked.experiment.max_restarts if checked.own.rendezvous.single else 0
     restarts = 0
     if events_before and latest_checkpoint(RunFolder(folder).checkpoints) is None:
-        screen.say("note    this run has saved no checkpoint: it starts again at its first step")
+        screen.say("note    this run has saved no checkpoint: it starts over at its first step")
     while True:
         before = newest_step(folder)
         events = RunFolder(folder).events
@@ -216,9 +216,7 @@ def _folder(checked: CheckedRun, request: RunRequest) -> tuple[Path, bool]:
         return resumed_run_folder(request.resume).resolve(), True
     if request.run_dir is None:
         if not checked.own.rendezvous.single:
-            raise ConfigError(
-                "several hosts need one folder that all of them know", where="--run-dir", fix="Give --run-dir DIR."
-            )
+            raise ConfigError("several hosts need a common run folder", where="--run-dir", fix="Pass --run-dir DIR.")
         return new_run_folder(Path("runs")).resolve(), False
     if checked.own.rendezvous.leads:
         return given_run_folder(request.run_dir).resolve(), False

@@ -49,7 +49,7 @@ def test_every_mesh_of_few_ranks_gives_its_data_parallel_size():
                 assert axes.data_parallel == known[ranks, pipe, model]
     for ranks, pipe, model in itertools.product(range(1, RANKS + 1), repeat=3):
         if (ranks, pipe, model) not in known:
-            with pytest.raises(ConfigError, match="cannot be divided"):
+            with pytest.raises(ConfigError, match="are not divisible"):
                 solve_axes(DsConfig(mesh=MeshSection(pipe=pipe, model=model)), ranks)
 
 
@@ -86,7 +86,7 @@ def test_all_small_triples_against_brute_force(ranks: int):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((32, 4, 1, 1), "or remove it and it is derived, or start 8 data-parallel ranks"),
+        ((32, 4, 1, 1), "or remove it so that it is derived, or start 8 data-parallel ranks"),
         ((None, None, 4, 2), r"no batch size is given.*global_batch_size"),
         *((sizes, "a positive integer") for sizes in ((0, 1, 1, 2), (4, -1, None, 2), (None, 2, 0, 2), (4, 4, 1, 0))),
     ],
@@ -127,7 +127,7 @@ def test_a_run_in_one_table():
 @pytest.mark.parametrize(
     ("mesh", "world", "message"),
     [
-        (MeshSection(pipe=2), 3, "mesh: 3 ranks cannot be divided by pipe 2 × model 1 = 2. Start 2 or 4 ranks"),
+        (MeshSection(pipe=2), 3, "mesh: 3 ranks are not divisible by pipe 2 × model 1 = 2. Start 2 or 4 ranks"),
         (MeshSection(pipe=4), 3, "Start 4 ranks"),
         (
             MeshSection(shard=3),

@@ -38,7 +38,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"bf16.bf16_optimizer_states": True, "data_types.optimizer_states": "fp32"},
         "bf16.bf16_optimizer_states: contradicts data_types.optimizer_states: got true, expected",
     ),
-    ({"data_types.optimizer_states": "8bit"}, "data_types.optimizer_states: zero_trial's own optimizers store no 8-bit states: got"),
+    ({"data_types.optimizer_states": "8bit"}, "data_types.optimizer_states: zero_trial's own optimizers do not support 8-bit states: got"),
     ({f"{Z}.offload_optimizer.device": "nvme"}, f"{Z}.offload_optimizer.device: nvme needs a folder."),
     ({f"{Z}.reshard_after": "step", f"{Z}.stage": 2}, f'{Z}.reshard_after: parameters are never freed at ZeRO stage 2: got "step".'),
     (

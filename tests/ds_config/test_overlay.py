@@ -66,12 +66,18 @@ def test_another_spelling_in_the_base_gives_way():
     [
         (
             {"optimizer": {"params": {"lr": 1}}, "optimizer.params.lr": 2},
-            "optimizer.params.lr: given twice in the overr",
+            "optimizer.params.lr: set twice in the overr",
         ),
-        ({"optimizer": {"type": "A", "type_": "B"}}, "optimizer.type: given twice in the overrides"),
-        ({"optimizer.params": None, "optimizer.params.lr": 2}, "optimizer.params.lr: also inside optimizer.params"),
-        ({"zero_optimization": 2}, "zero_optimization: a value over a section of the base: got 2, expected an object"),
-        ({"train_batch_size": {"x": 1}}, "train_batch_size: a section over a plain value of the base: got {x: 1}"),
+        ({"optimizer": {"type": "A", "type_": "B"}}, "optimizer.type: set twice in the overrides"),
+        ({"optimizer.params": None, "optimizer.params.lr": 2}, "optimizer.params.lr: also set inside optimizer.params"),
+        (
+            {"zero_optimization": 2},
+            "zero_optimization: this value would replace a section of the base: got 2, expected an object",
+        ),
+        (
+            {"train_batch_size": {"x": 1}},
+            "train_batch_size: this section would replace a plain value of the base: got {x: 1}",
+        ),
         ({"train_batch_size.x": 1}, "train_batch_size.x: train_batch_size is not a section in the base: got 8"),
     ],
 )

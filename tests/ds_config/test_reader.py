@@ -47,14 +47,14 @@ def value_at(config: DsConfig, path: str) -> Any:
     return value
 
 
-LEAVES_GPU = "ratio: 0.3 has no effect on a GPU: all of the optimizer's state leaves it"
+LEAVES_GPU = "ratio: 0.3 has no effect on a GPU: all of the optimizer's state is offloaded"
 
 
 @pytest.mark.parametrize(
     ("name", "section", "warning"),
     [
         ("offload_optimizer", {"device": "cpu", "ratio": 0.3}, LEAVES_GPU),
-        ("offload_optimizer", {"device": "nvme", "ratio": 0.3}, f"{LEAVES_GPU}; where ranks compute on the CPU it is honored"),
+        ("offload_optimizer", {"device": "nvme", "ratio": 0.3}, f"{LEAVES_GPU}; ranks on the CPU honor it"),
         ("offload_optimizer", {"device": "none", "ratio": 0.3}, ""),
         ("offload_optimizer", {"device": "nvme"}, ""),
         ("offload_optimizer", {}, "nvme_path: nothing is offloaded, because offload_optimizer has no device"),
@@ -314,12 +314,12 @@ def test_torchs_own_classes_take_what_torch_takes():
 
 def test_names_that_are_not_in_the_table_or_trained_as_another():
     found = read("optimizer", "Zyx", {})
-    unknown = 'optimizer.type: "Zyx" is not known here; it is looked up in torch when the engine is built.'
+    unknown = 'optimizer.type: "Zyx" is unknown here; it is looked up in torch when the engine is built.'
     assert not found.faults and found.warnings == [unknown]
     assert not read("optimizer", "muon", {}).warnings
     found = read("optimizer", "OneBitAdam", {"freeze_step": 10, "lr": 1e-3})
     assert not found.faults
-    assert found.warnings == ["optimizer.type: gradients are not compressed; trained as AdamW."]
+    assert found.warnings == ["optimizer.type: gradients are not compressed; AdamW is used."]
 
 
 def test_defaults_are_of_their_kind_and_torch_has_the_classes_that_are_left_to_it():

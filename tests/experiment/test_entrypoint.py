@@ -42,7 +42,7 @@ def test_forms(value: str | list[str]):
 
 @pytest.mark.parametrize("value", [None, "", "train.py", "a:B c:D", "model_def:"])
 def test_no_class_is_named(value: str | None):
-    with pytest.raises(ConfigError, match=r"no trial class is named.*Write entrypoint: model_def:MyTrial"):
+    with pytest.raises(ConfigError, match=r"the entrypoint names no trial class.*Write entrypoint: model_def:MyTrial"):
         parse_entrypoint(value)
 
 
@@ -64,7 +64,7 @@ def test_a_wrong_name(tmp_path: Path, base: str):
 def test_a_wrong_module(model_dir: Path):
     with pytest.raises(ConfigError) as caught:
         check_entrypoint(Entrypoint("model_dfe", "MyTrial"), model_dir)
-    assert "there is no module model_dfe in" in str(caught.value) and "Use entrypoint: model_def:MyTrial." in str(
+    assert "module model_dfe does not exist in" in str(caught.value) and "Use entrypoint: model_def:MyTrial." in str(
         caught.value
     )
 

@@ -95,7 +95,7 @@ def test_a_file_is_the_one_that_a_cluster_gets(tmp_path: Path):
     (tmp_path / "ds.json").write_text('{"train_batch_size": 1}')
     with pytest.raises(ConfigError, match=r"two different files are called ds\.json") as error:
         experiment.ds_config(model)
-    assert "const.yaml:3 data.ds_config" in str(error.value) and f"would take {model / 'ds.json'}" in str(error.value)
+    assert "const.yaml:3 data.ds_config" in str(error.value) and f"would use {model / 'ds.json'}" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_file_is_the_one_that_a_cluster_gets(tmp_path: Path):
     [
         (
             "hyperparameters: {}\n",
-            "const.yaml data.ds_config: there is no ds_config. Write data: {ds_config: ds_config.json}.",
+            "const.yaml data.ds_config: no ds_config is set. Write data: {ds_config: ds_config.json}.",
         ),
         ("data: {ds_config: ds_confg.json}\nhyperparameters: {}\n", 'Did you mean "ds_config.json"?'),
         ("data: {ds_config: [1]}\nhyperparameters: {}\n", "const.yaml:3 data.ds_config: not a ds_config: got [1]"),
@@ -219,12 +219,12 @@ reproducibility: 7
         '  const.yaml:3 resources.slot_per_trial: unknown property. Did you mean "slots_per_trial"?',
         "  const.yaml:8 my_own: unknown property. Settings of your own belong under data: or hyperparameters:.",
         "  const.yaml:10 reproducibility: 7 is not a map.",
-        "  const.yaml:4 searcher.metric: there is no metric. Name a metric that evaluation returns, for example validation_loss.",
+        "  const.yaml:4 searcher.metric: the metric is missing. Name a metric that evaluation returns, for example validation_loss.",
         '  const.yaml:4 searcher.name: wrong value: got "asha", expected one of "single", "random", "grid", "adaptive_asha", '
         '"adaptive", "adaptive_simple", "sync_halving", "async_halving", "pbt", "custom".',
         "  const.yaml:4 searcher.max_length: wrong value: got {steps: 4}, expected {batches: n}, {epochs: n}, {records: n} or a number of batches.",
         "  const.yaml:1 name: wrong value: got 3, expected a string.",
-        "  const.yaml entrypoint: there is no entrypoint: expected module:Class. Write entrypoint: model_def:MyTrial.",
+        "  const.yaml entrypoint: the entrypoint is missing: expected module:Class. Write entrypoint: model_def:MyTrial.",
         '  const.yaml:7 data: wrong value: got "ds_config.json", expected an object.',
         "  const.yaml:5 min_validation_period: wrong value: got {batches: -1}, expected {batches: n}, {epochs: n}, {records: n} "
         "or a number of batches. -1 is not a non-negative integer.",
@@ -237,8 +237,8 @@ reproducibility: 7
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("entrypoint: m:T\n", "x.yaml searcher: there is no searcher. Write searcher: {name: single"),
-        ("entrypoint: ''\nsearcher: {metric: m}\n", "x.yaml:1 entrypoint: there is no entrypoint"),
+        ("entrypoint: m:T\n", "x.yaml searcher: the searcher is missing. Write searcher: {name: single"),
+        ("entrypoint: ''\nsearcher: {metric: m}\n", "x.yaml:1 entrypoint: the entrypoint is missing"),
         ("entrypoint: m:T\nsearcher: {metric: m}\nhyperparameters: 3\n", "x.yaml:3 hyperparameters: 3 is not a map"),
         (
             "entrypoint: m:T\nsearcher: {metric: m}\nhyperparameters:\n  ds_config:\n    optimizer: {type: Adam}\n",

@@ -115,7 +115,7 @@ def test_texts_mean_what_they_mean_there(text: str, outcome: dict[str, Any] | No
         config = complete(text, CLUSTER).config
     except InvalidExperiment as error:
         arrives = {"true", "false"} & set(outcome["hyperparameters"]) if outcome else set()
-        renamed = any("arrives under that name" in message for message in error.messages)
+        renamed = any("is read under that name" in message for message in error.messages)
         assert outcome is None or (arrives and renamed), error.messages
     else:
         assert outcome == {name: config[name] for name in ("data", "hyperparameters")}

@@ -32,8 +32,8 @@ def test_completing_twice_changes_nothing():
         ("", "experiment: not a YAML mapping: expected keys with values."),
         ("a: [", "experiment:1: not readable as YAML"),
         (f"{GOOD}name: b\n", "experiment:4 name: duplicate key"),
-        (f"{GOOD}data: {{x: [.inf]}}\n", "<config>.data.x[0]: inf is not a number that JSON knows"),
-        (f"{GOOD}data: {{x: !!binary aGk=}}\n", "<config>.data.x: a YAML value of type bytes has no JSON form"),
+        (f"{GOOD}data: {{x: [.inf]}}\n", "<config>.data.x[0]: inf is not a valid JSON number"),
+        (f"{GOOD}data: {{x: !!binary aGk=}}\n", "<config>.data.x: a YAML value of type bytes has no JSON equivalent"),
         (f"{GOOD}data: {{x: !!python/name:os.system ''}}\n", "experiment:4: not readable as YAML"),
     ],
 )
@@ -52,7 +52,7 @@ def test_a_template_may_be_for_commands_too():
     """The key is shown, as by Determined's master, and means nothing for trials."""
     assert completed("{}", template={"resources": {"slots": 0}}).config["resources"]["slots"] == 0
     assert "slots" not in completed("{}").config["resources"]
-    with pytest.raises(InvalidExperiment, match=r"resources\.slots: is for commands"):
+    with pytest.raises(InvalidExperiment, match=r"resources\.slots: is only for commands"):
         completed("resources: {slots: 0}", template={"resources": {"slots": 0}})
     with pytest.raises(InvalidExperiment, match=r"resources\.slots"):
         completed("{}", template={"resources": {"slots": "two"}})
@@ -72,8 +72,8 @@ def test_all_faults_are_told():
 def test_text_that_has_no_utf_8_is_a_fault():
     found = messages(GOOD + 'data: {"a\\udc00": ["\\ud800"], b: "\\U0001f600"}\n')
     assert found == [
-        "<config>.data: half a character (a lone surrogate) in a text",
-        "<config>.data.a?[0]: half a character (a lone surrogate) in a text",
+        "<config>.data: invalid Unicode (unpaired surrogate)",
+        "<config>.data.a?[0]: invalid Unicode (unpaired surrogate)",
     ]
 
 
@@ -174,18 +174,18 @@ def test_merging(above: dict[str, Any], below: dict[str, Any], merged: dict[str,
         (
             {"log_policies": [{"pattern": "a", "action": {"type": "exclude_node"}}]},
             {"log_policies": [{"pattern": "a", "action": "exclude_node"}]},
-            "log_policies: action is written as a word today, such as action: cancel_retries",
+            "log_policies: write action as a string, such as action: cancel_retries",
         ),
-        ({"records_per_epoch": 5}, {"records_per_epoch": 5}, "records_per_epoch is read by no trial of today, and has no effect"),
+        ({"records_per_epoch": 5}, {"records_per_epoch": 5}, "records_per_epoch is not used by current trials, and has no effect"),
         (
             {"searcher": {"name": "adaptive_asha", "max_length": {"batches": 5}}},
             {"searcher": {"name": "adaptive_asha", "max_length": {"batches": 5}}},
-            "searcher.max_length has no effect in adaptive_asha: max_time and time_metric count",
+            "searcher.max_length has no effect in adaptive_asha: max_time and time_metric apply",
         ),
         (
             {"searcher": {"name": "adaptive_asha", "stop_once": False}},
             {"searcher": {"name": "adaptive_asha", "stop_once": False}},
-            "searcher.stop_once has no effect: adaptive_asha stops every trial for good",
+            "searcher.stop_once has no effect: adaptive_asha always stops a trial permanently",
         ),
         (
             {"hyperparameters": {"ds_config": {"lr": {"type": "log", "base": 10, "minval": 1e-4, "maxval": 0.1}}}},

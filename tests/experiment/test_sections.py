@@ -56,7 +56,7 @@ ASHA = "name: adaptive_asha, metric: loss, max_trials: 8"
 REQUIRED = "searcher: max_time and time_metric are required. Write "
 AZURE = "checkpoint_storage: exactly one of connection_string or account_url must be set"
 SUBDIR = "checkpoint_storage: storage_path must either be a relative directory or a subdirectory of host_path"
-SIZE = "resources.shm_size: is not a number of bytes; a cluster refuses texts such as 4g, too"
+SIZE = "resources.shm_size: is not a number of bytes; a cluster also rejects strings such as 4g"
 POLICY = "log_policies[0]: a log policy needs a name, or a pattern and an action"
 
 REFUSED = [
@@ -65,7 +65,7 @@ REFUSED = [
     ("fp16: {}", "fp16: unknown property. Write hyperparameters.ds_config.fp16."),
     ("lr: 0.1", f"lr: unknown property. {OWN}"),
     ("hyperparameter: {}", 'hyperparameter: unknown property. Did you mean "hyperparameters"?'),
-    ("internal: {native: [x]}", "internal: is for the master's own use. Remove it."),
+    ("internal: {native: [x]}", "internal: is reserved for the master. Remove it."),
     ("entrypoint: []", "entrypoint: managed experiments require entrypoint"),
     ("entrypoint: [python3, 3]", "entrypoint: is neither a string nor a list of strings"),
     ("description: [x]", 'description: ["x"] is not a string'),
@@ -104,11 +104,11 @@ REFUSED = [
         "checkpoint_storage: credential and connection_string must not both be set",
     ),
     ("checkpoint_storage: {type: hdfs}", "checkpoint_storage.type: hdfs is no longer supported. Use shared_fs, directory, s3, gcs or azure."),
-    ("checkpoint_storage: {type: null}", "checkpoint_storage.type: null is not a type of storage"),
-    ("checkpoint_storage: {host_path: /a}", "checkpoint_storage.type: is a required property, because host_path is given"),
+    ("checkpoint_storage: {type: null}", "checkpoint_storage.type: null is not a storage type"),
+    ("checkpoint_storage: {host_path: /a}", "checkpoint_storage.type: is a required property, because host_path is set"),
     ("tensorboard_storage: {type: ftp}", "tensorboard_storage: is not a checkpoint storage"),
     # resources, environment, bind_mounts
-    ("resources: {slots: 3}", "resources.slots: is for commands. Write slots_per_trial."),
+    ("resources: {slots: 3}", "resources.slots: is only for commands. Write slots_per_trial."),
     ("resources: {slots_per_trial: 2.5}", "resources.slots_per_trial: 2.5 is not an integer"),
     ("resources: {slots_per_trial: 4, max_slots: 2}", "resources: slots_per_trial must be <= max_slots"),
     ("resources: {shm_size: 1.5g}", SIZE),
@@ -117,7 +117,7 @@ REFUSED = [
     ("environment: {proxy_ports: [{proxy_port: 0}]}", "environment.proxy_ports[0].proxy_port: 0 is less than 1"),
     ("environment: {pod_spec: {name: x}}", "environment.pod_spec.name: is not a configurable option"),
     ("environment: {pod_spec: {spec: {containers: [{image: x}]}}}", "environment.pod_spec.spec.containers[0].image: is not configurable"),
-    ("environment: {pod_spec: {spec: {containers: x}}}", "environment.pod_spec.spec: is not a pod's"),
+    ("environment: {pod_spec: {spec: {containers: x}}}", "environment.pod_spec.spec: is not a valid pod spec"),
     ("bind_mounts: [{host_path: a, container_path: /b}]", "bind_mounts[0].host_path: host_path must be an absolute path"),
     ("bind_mounts: [{host_path: /a, container_path: .}]", 'bind_mounts[0].container_path: container_path must not be "."'),
     # the smaller sections

@@ -71,7 +71,7 @@ def solve_batch(
         f"derived: {batch} // {dp_world} ranks // {steps}",
         f"derived: {batch} // {micro} // {dp_world} ranks"
         if None not in given[:2]
-        else "derived: 1, because only one batch size is given",
+        else "derived: 1, because only one batch size is set",
     )
     how = {
         name: ValueSource(derived[number], Provenance.DERIVED) if given[number] is None else places.get(name, GIVEN)
@@ -99,7 +99,7 @@ def _contradiction(batch: int, micro: int, steps: int, dp_world: int, how: Mappi
     if not any(how[name].provenance is Provenance.DERIVED for name in _NAMES[1:]):
         whole, left = divmod(batch, micro * steps)
         ranks = f", or start {whole} data-parallel ranks" if not left else ""
-        first = f"Set train_batch_size: {product}, or remove it and it is derived{ranks}. "
+        first = f"Set train_batch_size: {product}, or remove it so that it is derived{ranks}. "
     near = nearest_triples(batch, micro, steps, dp_world)
     listed = "; ".join(f"{b} = {m} x {s} x {dp_world}" for b, m, s in near)
     values = zip(_NAMES, (batch, micro, steps), strict=True)
@@ -163,7 +163,7 @@ def solve_axes(config: DsConfig, world_size: int) -> AxisSizes:
         below = world_size // around * around
         near = f"{below} or {below + around}" if below else str(around)
         raise ConfigError(
-            f"{world_size} ranks cannot be divided by pipe {mesh.pipe} × model {mesh.model} = {around}",
+            f"{world_size} ranks are not divisible by pipe {mesh.pipe} × model {mesh.model} = {around}",
             where="mesh",
             fix=f"Start {near} ranks, or change mesh.pipe or mesh.model.",
         )
@@ -228,7 +228,7 @@ def reconcile(
         where = "hyperparameters.data_parallel_world_size"
         how = f"{world_size} ranks / (pipe {axes.pipe} × model {axes.model}) = {data}"
         fix = f"Set it to {data}, or remove it."
-        faults.append(ConfigError("does not agree", where=where, got=wanted, expected=how, fix=fix))
+        faults.append(ConfigError("contradicts the mesh", where=where, got=wanted, expected=how, fix=fix))
     if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
         for name in hyperparameters or ():
             if (meant := did_you_mean(name, ("global_batch_size",))) is not None:

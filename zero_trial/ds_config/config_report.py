@@ -115,7 +115,7 @@ def clipping_line(config: DsConfig) -> str:
     """Return that gradients are clipped although ds_config does not ask for it; else ""."""
     if not config.source("gradient_clipping").is_default or not config.gradient_clipping:
         return ""
-    return f"gradient_clipping {config.gradient_clipping} by default: ds_config has no such key, and 0 switches it off"
+    return f"gradient_clipping {config.gradient_clipping} by default: ds_config does not set it; 0 disables it"
 
 
 def report_json(config: DsConfig, batch: Iterable[Row] = ()) -> str:

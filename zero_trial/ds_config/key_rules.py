@@ -80,10 +80,10 @@ def unused_rates(document: Document) -> list[tuple[str, ConfigError]]:
     rates = {key: rate for key, rate in rates.items() if isinstance(rate, int | float) and not isinstance(rate, bool)}
     fix = f"Change scheduler.params.{name} instead."
     if rates.keys() & {"muon_lr", "adam_lr"} and "cycle" not in kind.lower():
-        fix = "Use WarmupLR without warmup_max_lr, or WarmupCosineLR: each group then rises to its own rate."
+        fix = "Use WarmupLR without warmup_max_lr, or WarmupCosineLR: each group then warms up to its own rate."
     elif name == "warmup_max_lr":
         fix = f'Write "auto" for scheduler.params.{name}: one key then sets both.'
-    what = f"the learning rate is not used: the scheduler {kind} sets it"
+    what = f"the learning rate has no effect: the scheduler {kind} sets it"
     expected = f"scheduler.params.{name}, which is {shown(peak)}"
 
     def fault(key: str, rate: float) -> ConfigError:
@@ -145,7 +145,7 @@ def _one_format_of_states(get: Get, where: Where) -> Iterator[ConfigError]:
     asked = get(path)
     if asked == "8bit":
         yield ConfigError(
-            "zero_trial's own optimizers store no 8-bit states",
+            "zero_trial's own optimizers do not support 8-bit states",
             where=where(path),
             got='"8bit"',
             expected='"fp32" or "bf16"',
@@ -328,7 +328,7 @@ RULES: Mapping[str, AutoRule] = {
     f"{_Z}.prefetch_bucket_size": AutoRule((), _by_hidden("0.9 × hidden²", lambda hidden: int(0.9 * hidden * hidden))),
     f"{_Z}.param_persistence_threshold": AutoRule((), _by_hidden("10 × hidden", lambda hidden: 10 * hidden)),
     f"{_Z}.gather_16bit_weights_on_model_save": AutoRule(
-        ("zero3_save_16bit_model",), lambda hints, document: AutoValue(False, "not asked for")
+        ("zero3_save_16bit_model",), lambda hints, document: AutoValue(False, "not requested")
     ),
 }
 

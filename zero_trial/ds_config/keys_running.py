@@ -11,7 +11,7 @@ from zero_trial.ds_config.key import Origin, mapped, no_effect, ours, refused, s
 from zero_trial.schema.types import AnyOf, Bool, Float, Int, MapOf, Names, Text
 
 _FOLDER = (
-    "written to output_path/job_name; without an output path, to a folder of the section's name where the run started"
+    "written to output_path/job_name; without an output path, to a folder named after the section where the run started"
 )
 _TO_WANDB = "passed to wandb.init; team is its entity"
 _TO_COMET = "passed to comet_ml.start"
@@ -53,7 +53,7 @@ RESHARDS: Mapping[str, str] = MappingProxyType({"step": "hold", "forward": "free
 class MonitorFileSection:
     """``tensorboard`` and ``csv_monitor``: scalars in files, written by rank 0."""
 
-    enabled: bool = supported(False, Bool(), "switches it on")
+    enabled: bool = supported(False, Bool(), "enables it")
     output_path: str = supported("", Text(), _FOLDER)
     job_name: str = supported("DeepSpeedJobName", Text(), _FOLDER)
 
@@ -73,10 +73,8 @@ class CometSection:
     """``comet``: scalars to Comet."""
 
     enabled: bool = supported(False, Bool(), "see comet")
-    samples_log_interval: int = supported(
-        100, Int(1), "of every name, an event is sent when so many samples have gone by"
-    )
-    experiment_name: str | None = supported(None, Text(), "the name that the experiment gets")
+    samples_log_interval: int = supported(100, Int(1), "an event of each name is sent once per this number of samples")
+    experiment_name: str | None = supported(None, Text(), "name of the experiment")
     project: str | None = supported(None, Text(), _TO_COMET)
     workspace: str | None = supported(None, Text(), _TO_COMET)
     api_key: str | None = supported(None, Text(), _TO_COMET)
@@ -91,8 +89,8 @@ class MlflowSection:
 
     enabled: bool = ours(False, Bool(), "see mlflow")
     tracking_uri: str | None = ours(None, Text(), "a server or a folder; null means MLflow's own setting")
-    experiment_name: str = ours("zero_trial", Text(), "the experiment of the run; it is created if it is new")
-    run_name: str | None = ours(None, Text(), "the name that the run gets")
+    experiment_name: str = ours("zero_trial", Text(), "name of the experiment; it is created if it does not exist")
+    run_name: str | None = ours(None, Text(), "name of the run")
 
 
 @dataclass(frozen=True)
@@ -111,16 +109,16 @@ class FlopsProfilerSection:
 
     enabled: bool = supported(False, Bool(), "see flops_profiler")
     profile_step: int = supported(
-        1, Int(1), "global_steps at which a micro-batch is timed; one of the step before is counted"
+        1, Int(1), "global_steps at which a micro-batch is timed; a micro-batch of the step before is counted"
     )
     module_depth: int = supported(-1, Int(-1), "how deep modules are listed; -1 means all")
     top_modules: int = supported(1, Int(1), "how many kinds of modules are listed per depth")
-    detailed: bool = supported(True, Bool(), "the tree of modules is printed too")
+    detailed: bool = supported(True, Bool(), "the tree of modules is printed, too")
     output_file: str | None = supported(None, Text(), "the report goes into this file instead of the log")
     recompute_fwd_factor: float = supported(
         0.0,
         Float(low=0),
-        "part of forward that backward does again: it is in what is counted, and is taken off for MFU",
+        "fraction of the forward pass that backward recomputes: included in the operations, and excluded from MFU",
     )
 
 
@@ -169,9 +167,8 @@ class CheckpointWriterSection:
     decoupled: bool = supported(
         False,
         Bool(),
-        "engine.save_checkpoint returns when parameters are copied to the host; optimizer state is copied before its "
-        "update, files are written in the background, and a later step makes them a checkpoint. Host memory per rank: "
-        "what it writes",
+        "engine.save_checkpoint returns when parameters are copied to the host; optimizer state is copied before its update, files are written "
+        "in the background, and a later step completes the checkpoint. Host memory per rank: the size of its own files",
     )
 
 
@@ -182,20 +179,19 @@ class CheckpointSection:
     tag_validation: str = supported(
         "Warn",
         Text(("Ignore", "Warn", "Fail")),
-        "when ranks save under different tags: rank 0's is taken (Ignore), with a warning "
-        "(Warn), or it is an error (Fail)",
+        "if ranks save under different tags: use rank 0's tag silently (Ignore) or with a warning (Warn), or raise an error (Fail)",
     )
     load_universal: bool = refused(
         False,
         Bool(),
         "zero_trial's checkpoints load on any mesh without conversion; DeepSpeed's, universal or not, must be imported first",
-        instead="Remove the key, and import the checkpoint with: zero-trial ckpt import FOLDER NEW_FOLDER.",
+        instead="Remove the key, and import the checkpoint: zero-trial ckpt import FOLDER NEW_FOLDER.",
     )
     use_node_local_storage: bool = refused(
         False,
         Bool(),
         "all ranks write into one shared folder",
-        instead="Remove the key, and give a folder that all hosts see.",
+        instead="Remove the key, and use a folder that all hosts can access.",
     )
     writer: CheckpointWriterSection = section(CheckpointWriterSection, "whether training waits")
 
@@ -205,7 +201,7 @@ class ActivationCheckpointingSection:
     """``activation_checkpointing``: how checkpointed activations are kept."""
 
     number_checkpoints: int | None = no_effect(
-        None, Int(1), "it sets the size of a buffer that does not exist here", harmless=(False,)
+        None, Int(1), "it sets the size of a buffer that does not exist in zero_trial", harmless=(False,)
     )
     partition_activations: bool = supported(
         False,
@@ -227,8 +223,7 @@ class PipelineSection:
     activation_checkpoint_interval: int = supported(
         0,
         Int(0, unit="layers"),
-        "groups of so many layers store only their input, and are recomputed in backward; "
-        "0 leaves it to the PipelineModule",
+        "groups of this many layers store only their input, and are recomputed in backward; 0 uses the PipelineModule's own setting",
     )
     stages: ClassVar = mapped(
         "auto",
@@ -240,13 +235,12 @@ class PipelineSection:
     schedule: str = ours(
         "1f1b",
         Text(tuple(SCHEDULE_CHUNKS), synonyms=SCHEDULE_SYNONYMS),
-        "the order of each rank's actions, a trade-off between idle time and memory "
-        "(zero-trial schedule prints each); zero_bubble means zb_h1",
+        "the order of each rank's actions, a trade-off between idle time and memory (zero-trial schedule prints each); zero_bubble means zb_h1",
     )
     chunks_per_rank: int | str = ours(
         "auto",
         AnyOf((Text(("auto",)), Int(1))),
-        "parts of the model that a rank holds, for interleaved and looped_bfs (auto: 2); the others have 1, and zb_v 2",
+        "parts of the model per rank, for interleaved and looped_bfs (auto: 2); zb_v has 2, all other schedules 1",
     )
     zero_policy: str = ours(
         "auto",
@@ -259,9 +253,8 @@ class PipelineSection:
     partition_method: str | None = ours(
         None,
         Text(("uniform", "parameters", "profile"), starts=("type:",)),
-        "how the layers are partitioned, instead of the PipelineModule's own method: equally "
-        "many layers, equally many trainable elements, equal measured time, or equally "
-        "many layers whose class matches the expression after type:",
+        "how the layers are partitioned, instead of the PipelineModule's own method: equal numbers of layers, equal numbers of trainable "
+        "elements, equal measured time, or equal numbers of layers whose class matches the expression after type:",
     )
 
 
@@ -277,7 +270,7 @@ class AutotuningSection:
         "model_based: the best by the plan's estimate; gridsearch: every candidate that fits; zero-trial tune refuses random",
     )
     tuner_num_trials: int | None = supported(
-        None, Int(1), "the most trials; null means a quarter of the candidates that fit, at least 3"
+        None, Int(1), "maximum number of trials; null means a quarter of the candidates that fit, at least 3"
     )
     start_profile_step: int = supported(3, Int(1), "the first step that is measured")
     end_profile_step: int = supported(18, Int(2), "the last step that is measured")
@@ -299,7 +292,7 @@ class RunningKeys:
     steps_per_print: int | None = supported(
         None,
         Int(1, unit="steps", infinite=True),
-        "optimizer steps between two progress lines; null or Infinity means none",
+        "optimizer steps between two progress lines; null or Infinity disables them",
     )
     wall_clock_breakdown: bool = supported(
         False,
@@ -322,10 +315,10 @@ class RunningKeys:
     disable_python_gc: bool = supported(
         False,
         Bool(),
-        "Python's cycle collector is off until engine.destroy(); call gc.collect() when a pause is acceptable",
+        "Python's cyclic garbage collector is disabled until engine.destroy(); call gc.collect() when a pause is acceptable",
     )
     log_level: str | None = supported(
-        None, Text(), "lowest level of the lines that the engine logs: debug, info, warning, error, critical"
+        None, Text(), "lowest level of the engine's log messages: debug, info, warning, error, critical"
     )
     comm_timeout_seconds: float = ours(
         300.0, Float(above=0), "how long a collective waits for a rank before it raises an error"
@@ -333,9 +326,8 @@ class RunningKeys:
     comm_transport: str = ours(
         "auto",
         Text(("auto", "gloo")),
-        "how tensors travel between CPU ranks: auto takes memory that ranks of one host "
-        "share where they can, and gloo's connections elsewhere; gloo always takes the "
-        "latter. GPUs use NCCL either way",
+        "how tensors travel between CPU ranks: auto uses shared memory where ranks of one host can share it, and gloo's connections elsewhere; "
+        "gloo always uses connections. GPUs always use NCCL",
     )
     tensorboard: MonitorFileSection = section(
         MonitorFileSection,
@@ -350,8 +342,8 @@ class RunningKeys:
     trackio: TrackioSection = section(TrackioSection, "the same events to trackio; needs the package trackio")
     flops_profiler: FlopsProfilerSection = section(
         FlopsProfilerSection,
-        "one micro-batch of rank 0 in floating-point operations, parameters, milliseconds and MFU, per module; "
-        "progress lines and events then have the MFU of their steps",
+        "one micro-batch of rank 0 in floating-point operations, parameters, milliseconds and MFU, per module; afterwards progress lines and "
+        "events include the MFU of their steps",
     )
     comms_logger: CommsLoggerSection = section(
         CommsLoggerSection, "calls, elements and bytes of every collective; see engine.comms_summary()"

@@ -23,9 +23,8 @@ class OptimizerSection:
     type: str = supported(
         None,
         Text(),
-        "Adam, AdamW, Lamb, Adagrad, Lion, Muon, SGD in any case; otherwise a class of "
-        "torch.optim in exact case. Adam means decoupled weight decay, as in DeepSpeed, "
-        "unless params.adam_w_mode is false",
+        "Adam, AdamW, Lamb, Adagrad, Lion, Muon, SGD in any case; otherwise a class of torch.optim in exact case. Adam means decoupled weight "
+        "decay, as in DeepSpeed, unless params.adam_w_mode is false",
         required=True,
     )
     params: Mapping[str, Any] = supported(
@@ -52,14 +51,14 @@ class SchedulerSection:
 class Fp16Section:
     """``fp16``: half precision with loss scaling; ``loss_scale`` 0 means dynamic."""
 
-    enabled: bool = supported(False, Bool(), "switches fp16 on")
+    enabled: bool = supported(False, Bool(), "enables fp16")
     auto_cast: bool = no_effect(False, Bool(), "floating inputs are always cast to the dtype of the parameters")
     loss_scale: float = supported(0.0, Float(low=0), "a fixed loss scale; 0 means dynamic")
     initial_scale_power: int = supported(16, Int(0, 126), "a dynamic scale starts at 2 to this power")
     loss_scale_window: int = supported(1000, Int(1, unit="steps"), "good steps before a dynamic scale doubles")
-    hysteresis: int = supported(2, Int(1), "overflows that are tolerated before a dynamic scale halves")
+    hysteresis: int = supported(2, Int(1), "number of overflows that are tolerated before a dynamic scale halves")
     consecutive_hysteresis: bool = supported(False, Bool(), "a good step refills the hysteresis")
-    min_loss_scale: float = supported(1.0, Float(above=0), "a dynamic scale does not fall below it")
+    min_loss_scale: float = supported(1.0, Float(above=0), "lower limit of a dynamic scale")
     fp16_master_weights_and_grads: bool = refused(False, Bool(), _FP32_MASTERS, instead="Remove the key.")
 
 
@@ -67,7 +66,7 @@ class Fp16Section:
 class Bf16Section:
     """``bf16``: bfloat16 parameters with fp32 master weights."""
 
-    enabled: bool = supported(False, Bool(), "switches bf16 on")
+    enabled: bool = supported(False, Bool(), "enables bf16")
     check_grad_overflow: bool = supported(
         True, Bool(), "a step with a non-finite gradient is skipped on all ranks", was="false"
     )
@@ -81,9 +80,11 @@ class Bf16Section:
 class TorchAutocastSection:
     """``torch_autocast``: forward and loss run under torch.autocast."""
 
-    enabled: bool = supported(False, Bool(), "engine(...) runs under torch.autocast; a loss outside of it does not")
+    enabled: bool = supported(
+        False, Bool(), "engine(...) runs under torch.autocast; a loss computed outside of it does not"
+    )
     dtype: str | None = supported(
-        None, DType(), "null means bf16; with fp16 the loss is scaled as the keys of fp16 say"
+        None, DType(), "null means bf16; with fp16 the loss is scaled as set by the keys of fp16"
     )
 
 
@@ -105,8 +106,8 @@ class DataTypesSection:
     keep_in_fp32_modules: tuple[str, ...] = supported(
         ("auto",),
         Names(("auto",)),
-        "modules or parameters that stay fp32 in bf16 or fp16 training: whole components of dotted names, with * for "
-        "any text. What a model of transformers names itself (auto) stays in any case",
+        "modules or parameters that stay fp32 in bf16 or fp16 training: whole components of dotted names, with * for any text. Names that a "
+        "model of transformers lists itself (auto) always stay fp32",
     )
     optimizer_states: str | None = ours(
         None,
@@ -120,7 +121,7 @@ class DataTypesSection:
 class EmaSection:
     """``ema``: an exponential moving average of the weights, beside the optimizer's moments."""
 
-    decay: float = ours(0.999, Float(above=0, high=1), "d; with a warmup, the limit of d")
+    decay: float = ours(0.999, Float(above=0, high=1), "the decay d; with a warmup, the limit of d")
     update_after_step: int = ours(
         0, Int(0, unit="steps"), "up to this step and one more, the average equals the weights"
     )
@@ -146,29 +147,27 @@ class TrainingKeys:
     """What is trained and in which precision."""
 
     train_batch_size: int | None = supported(
-        None, Int(1), "samples of one optimizer step over all ranks: micro batch x accumulation x data-parallel ranks"
+        None, Int(1), "samples per optimizer step over all ranks: micro batch x accumulation x data-parallel ranks"
     )
     train_micro_batch_size_per_gpu: int | None = supported(
-        None, Int(1), "samples of one forward pass on one rank, on any device"
+        None, Int(1), "samples per forward pass of one rank, on any device"
     )
-    gradient_accumulation_steps: int | None = supported(
-        None, Int(1), "forward and backward passes for one optimizer step"
-    )
+    gradient_accumulation_steps: int | None = supported(None, Int(1), "forward and backward passes per optimizer step")
     optimizer: OptimizerSection | None = section(
-        OptimizerSection, "a client optimizer passed to initialize overrides it", optional=True
+        OptimizerSection, "an optimizer passed to initialize overrides it", optional=True
     )
     scheduler: SchedulerSection | None = section(
         SchedulerSection,
-        "stepped once per optimizer step, not on skipped ones; a client scheduler overrides it",
+        "stepped once per optimizer step, but not on skipped steps; a scheduler passed to initialize overrides it",
         optional=True,
     )
     gradient_clipping: float = supported(
-        1.0, Float(low=0), "largest global L2 norm of the gradient over all parameters; 0 switches it off", was="0.0"
+        1.0, Float(low=0), "maximum global L2 norm of the gradient over all parameters; 0 disables clipping", was="0.0"
     )
     zero_allow_untested_optimizer: bool = no_effect(
         False,
         AnyOf((Bool(), Int(0, 1))),
-        "every optimizer that works element by element is sharded; none is called untested",
+        "every optimizer that works element by element is sharded; none is considered untested",
     )
     zero_force_ds_cpu_optimizer: bool = no_effect(True, Bool(), "any elementwise optimizer can be offloaded")
     fp16: Fp16Section = section(Fp16Section, "half-precision parameters with loss scaling and fp32 master weights")
@@ -193,7 +192,7 @@ class TrainingKeys:
     gradient_predivide_factor: float = supported(
         1.0,
         Float(above=0),
-        "without prescale_gradients: gradients are divided by it before they are summed, and by the rest after",
+        "without prescale_gradients: gradients are divided by this factor before they are summed, and by the rest after",
     )
     gradient_allreduce_op: str = supported(
         "mean",
@@ -203,10 +202,8 @@ class TrainingKeys:
     managed_gradient_accumulation: bool = supported(
         True,
         Bool(),
-        "false: every engine.step() is an update with all that backward has added since "
-        "the last one. Pass scale_wrt_gas=False and average yourself; "
-        "set_gradient_accumulation_boundary(True) before the last backward lets its "
-        "communication overlap",
+        "false: every engine.step() updates the weights with all that backward has accumulated since the last step. Pass scale_wrt_gas=False and "
+        "average yourself; set_gradient_accumulation_boundary(True) before the last backward lets its communication overlap",
     )
     fp32_allreduce: ClassVar = mapped(False, Bool(), "gradients on the wire in fp32", becomes="communication_data_type")
     amp: ClassVar = section(
@@ -270,7 +267,7 @@ _LAMB = {
     "max_coeff": Param(Float(above=0), 10.0),
     "min_coeff": Param(Float(low=0), 0.01),
     "eps_inside_sqrt": Param(Bool(), False, only="eps is added outside the square root"),
-    "amsgrad": Param(Bool(), False, only="LAMB has no AMSGrad form"),
+    "amsgrad": Param(Bool(), False, only="LAMB has no AMSGrad variant"),
 }
 # Of DeepSpeed's 1-bit optimizers, beside those of the optimizer that they compress.
 COMPRESSION = dict.fromkeys((
@@ -327,13 +324,13 @@ OPTIMIZERS = _by_lower_name(
     KnownParams("OneBitLamb", _LAMB | COMPRESSION),
 )
 ONE_BIT = {"OneBitAdam": "AdamW", "ZeroOneAdam": "AdamW", "OneBitLamb": "Lamb"}
-_MUP = "it needs the shapes that the mup package keeps; build it with mup and pass it to initialize"
+_MUP = "it needs the shapes that the mup package records; build it with mup and pass it to initialize"
 REFUSED_OPTIMIZERS = {
     "MuAdam": _MUP,
     "MuAdamW": _MUP,
     "MuSGD": _MUP,
-    "LBFGS": "it calls the model several times per step, which a step after backward cannot do",
-    "SparseAdam": "it works on sparse gradients, and gradients here are dense",
+    "LBFGS": "it calls the model several times per step, which is impossible after backward",
+    "SparseAdam": "it needs sparse gradients, but gradients here are dense",
 }
 TORCH_OPTIMIZERS = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam",

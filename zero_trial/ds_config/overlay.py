@@ -111,7 +111,7 @@ def _expand(over: Document, faults: list[ConfigError]) -> tuple[dict[Path, Any],
                 walk(value, raw_path, parts)
             elif parts in found:
                 where = over.at(raw_path).where(".".join(parts))
-                faults.append(ConfigError("given twice in the overrides", where=where, fix="Keep one of them."))
+                faults.append(ConfigError("set twice in the overrides", where=where, fix="Keep one of them."))
             else:
                 found[parts], places[parts] = value, over.at(raw_path)
 
@@ -122,7 +122,7 @@ def _expand(over: Document, faults: list[ConfigError]) -> tuple[dict[Path, Any],
                 where = places[path].where(".".join(path))
                 faults.append(
                     ConfigError(
-                        f"also inside {'.'.join(path[:end])}, which is given as a value",
+                        f"also set inside {'.'.join(path[:end])}, which is overridden as a whole",
                         where=where,
                         fix="Keep one of them.",
                     )
@@ -148,7 +148,7 @@ def _set(value: dict[str, Any], path: Path, leaf: Any, where: str) -> None:
                 f"{dotted} is not a section in the base",
                 where=where,
                 got=shown(inner),
-                expected="an object to lay this key into",
+                expected="an object into which this key can be merged",
                 fix=f"Remove {dotted} from the base, or write it as a section there.",
             )
         section = inner
@@ -159,7 +159,7 @@ def _set(value: dict[str, Any], path: Path, leaf: Any, where: str) -> None:
     before = section.get(name)
     if isinstance(before, Mapping) and before and leaf is not None and not isinstance(leaf, Mapping) and leaf != "auto":
         raise ConfigError(
-            "a value over a section of the base",
+            "this value would replace a section of the base",
             where=where,
             got=shown(leaf),
             expected=f"an object with some of {', '.join(map(str, before))}",
@@ -167,7 +167,7 @@ def _set(value: dict[str, Any], path: Path, leaf: Any, where: str) -> None:
         )
     if isinstance(leaf, Mapping) and leaf and before is not None and not isinstance(before, Mapping):
         raise ConfigError(
-            "a section over a plain value of the base",
+            "this section would replace a plain value of the base",
             where=where,
             got=shown(leaf),
             expected=f"a value like {shown(before)}",
@@ -206,6 +206,6 @@ def read_preset(name: Any, where: str) -> Document:
             where=where,
             got=repr(name),
             expected=", ".join(known),
-            fix=near or "Write one of these names, or the section itself into hyperparameters.ds_config.",
+            fix=near or "Write one of these names, or put the section itself into hyperparameters.ds_config.",
         )
     return read_json((_PRESETS / f"{name}.json").read_text(encoding="utf-8"), f"preset {name}")

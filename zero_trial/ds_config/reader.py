@@ -107,8 +107,8 @@ def _idle(config: DsConfig, document: Document) -> list[str]:
     zero, found = config.zero_optimization, []
     optimizer, ratio = zero.offload_optimizer, "zero_optimization.offload_optimizer.ratio"
     if optimizer is not None and optimizer.device != "none" and optimizer.ratio != 1:
-        limit = "" if optimizer.device == "cpu" else "; where ranks compute on the CPU it is honored"
-        effect = f"{optimizer.ratio:g} has no effect on a GPU: all of the optimizer's state leaves it{limit}"
+        limit = "" if optimizer.device == "cpu" else "; ranks on the CPU honor it"
+        effect = f"{optimizer.ratio:g} has no effect on a GPU: all of the optimizer's state is offloaded{limit}"
         found.append(f"{document.where(ratio)}: {effect}")
     for name, section in (("offload_optimizer", optimizer), ("offload_param", zero.offload_param)):
         path = f"zero_optimization.{name}"
@@ -188,7 +188,7 @@ class Canonical:
             raw = (*above, str(name))
             row = lookup(parent, str(name))
             if row is None and not parent and name in _UNREAD:
-                self._note(raw, "not read, as in DeepSpeed. What counts is the key inside zero_optimization.")
+                self._note(raw, "ignored, as in DeepSpeed. The key inside zero_optimization applies instead.")
             elif row is None:
                 self._unknown(raw, parent)
             elif value is None:
@@ -245,7 +245,7 @@ class Canonical:
             elif inner not in (None, "auto"):  # there is no apex: an "auto" switch is off
                 levels[row.name] = self._checked(row, inner, path)
         for dotted, meaning in translate_amp(levels):
-            self._assign(dotted, meaning, raw, f"DeepSpeed has removed it. Read as {dotted}: {shown(meaning)}.")
+            self._assign(dotted, meaning, raw, f"removed from DeepSpeed. Read as {dotted}: {shown(meaning)}.")
 
     def _checked(self, row: Key, value: Any, raw: Path) -> Any:
         """Return the value in its inside form; None, and a fault, if it is not of its kind."""
@@ -351,7 +351,7 @@ class _Values:
             self._check_name(section, name)
         elif named.name in ONE_BIT:
             where = self._document.where(f"{section}.type")
-            self.warnings.append(f"{where}: gradients are not compressed; trained as {ONE_BIT[named.name]}.")
+            self.warnings.append(f"{where}: gradients are not compressed; {ONE_BIT[named.name]} is used.")
         for key, value in given.items():
             inner = f"{path}.{key}"
             if self._document.where(inner) in skip or value is None:
@@ -379,7 +379,7 @@ class _Values:
         self._take(path, key, param.type, value, values)
         if param.only and values.get(key, param.default) != param.default:
             del values[key]
-            self._fault(path, param.only, got=shown(value), expected=shown(param.default), fix="Leave it out.")
+            self._fault(path, param.only, got=shown(value), expected=shown(param.default), fix="Remove it.")
 
     def _as_given(self, path: str, key: str, value: Any, values: dict[str, Any]) -> None:
         """Keep an argument of one of torch's classes; only numbers are checked."""
@@ -412,7 +412,7 @@ class _Values:
         if near:
             self._fault(path, f"no such {section}", got=shown(name), fix=f'Did you mean "{by_lower[near[0]]}"?')
         else:
-            what = f'"{name}" is not known here; it is looked up in torch when the engine is built.'
+            what = f'"{name}" is unknown here; it is looked up in torch when the engine is built.'
             self.warnings.append(f"{self._document.where(path)}: {what}")
 
 

@@ -47,7 +47,7 @@ def parse_entrypoint(value: str | Sequence[str] | None, where: str = "entrypoint
     found = [match for word in words if (match := _FORM.fullmatch(word))]
     if len(found) != 1:
         raise ConfigError(
-            "no trial class is named",
+            "the entrypoint names no trial class",
             where=where,
             got=repr(" ".join(words)) if words else "nothing",
             expected="module:Class",
@@ -73,8 +73,8 @@ def check_entrypoint(
     if path is None:
         there = sorted(p.name for p in model_dir.glob("*.py")) if model_dir.is_dir() else []
         raise ConfigError(
-            f"{entrypoint}: there is no module {entrypoint.module} in {shown or model_dir}"
-            + (f"; it holds {', '.join(there[:8])}" if there else "; it holds no Python files"),
+            f"{entrypoint}: module {entrypoint.module} does not exist in {shown or model_dir}"
+            + (f"; the folder has {', '.join(there[:8])}" if there else "; the folder has no Python files"),
             where=where,
             fix=_advice(entrypoint.module, [Path(name).stem for name in there], f":{entrypoint.name}"),
         )
@@ -113,7 +113,7 @@ def _read_source(path: Path, shown: str) -> ast.Module:
             f"not Python: {error.msg}", where=f"{shown}:{error.lineno}", got=repr((error.text or "").strip()[:80])
         ) from None
     except (MemoryError, RecursionError, ValueError) as error:
-        raise ConfigError(f"Python's own parser does not take it: {type(error).__name__}", where=shown) from None
+        raise ConfigError(f"Python cannot parse the file: {type(error).__name__}", where=shown) from None
 
 
 def trial_classes(source: ast.Module, base: str = BASE) -> list[str]:

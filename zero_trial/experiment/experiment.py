@@ -139,7 +139,7 @@ class ExperimentConfig:
         if needs_no_base(chosen):
             return Document({})
         raise ConfigError(
-            "there is no ds_config",
+            "no ds_config is set",
             where=self.document.place.where("data.ds_config"),
             fix="Write data: {ds_config: ds_config.json}.",
         )
@@ -151,15 +151,14 @@ class ExperimentConfig:
             raise ConfigError(
                 f"two different files are called {name}",
                 where=where,
-                got=f"{found[1]} beside the experiment, and {found[0]} in the model's folder",
-                fix=f"A cluster gets the model's folder alone and would take {found[0]}. Give one of them another name, "
-                "or remove it.",
+                got=f"{found[1]} next to the experiment, and {found[0]} in the model's folder",
+                fix=f"A cluster receives only the model's folder and would use {found[0]}. Rename one of them, or remove it.",
             )
         if (model_dir / name).is_file():
             return read_file(model_dir / name, name)
         if found:
-            stays = f"{where}: {name} is beside the experiment and does not go to a cluster with the model's folder. "
-            fix = f"Move it into {model_dir}, or send it along: det experiment create ... --include {found[0]}."
+            stays = f"{where}: {name} is next to the experiment and is not sent to a cluster with the model's folder. "
+            fix = f"Move it into {model_dir}, or upload it: det experiment create ... --include {found[0]}."
             document = read_file(found[0], name)
             return replace(document, warnings=(*document.warnings, stays + fix))
         if name in preset_names():
@@ -174,7 +173,7 @@ class ExperimentConfig:
         fix = (
             f'Did you mean "{near[0]}"?'
             if near
-            else "Write the file into the model's folder, or its keys here instead of its name."
+            else "Put the file into the model's folder, or write its keys here instead of its name."
         )
         raise ConfigError(f"{name} is not in {places}", where=where, fix=fix)
 
@@ -323,8 +322,8 @@ def _not_an_experiment(document: Document) -> ConfigError:
         where=document.place.file or None,
         got=", ".join(keys[:3]) + (" ..." if len(keys) > 3 else ""),
         expected="entrypoint, searcher, hyperparameters ...",
-        fix=f"An experiment names it: data: {{ds_config: {file}}}; zero-trial init makes one to begin with. "
-        f"zero-trial config {file} says what is done with each of its keys.",
+        fix=f"An experiment refers to it with data: {{ds_config: {file}}}; zero-trial init creates an experiment to start with. zero-trial "
+        f"config {file} shows how each key is handled.",
     )
 
 
@@ -382,7 +381,10 @@ def _entrypoint(values: _Values) -> str:
     where = values.document.where("entrypoint")
     values.faults.append(
         ConfigError(
-            "there is no entrypoint", where=where, expected="module:Class", fix="Write entrypoint: model_def:MyTrial."
+            "the entrypoint is missing",
+            where=where,
+            expected="module:Class",
+            fix="Write entrypoint: model_def:MyTrial.",
         )
     )
     return ""
@@ -394,12 +396,12 @@ def _searcher(values: _Values) -> SearcherConfig:
     if not isinstance(section, Mapping):
         where = document.where("searcher")
         fix = "Write searcher: {name: single, metric: validation_loss, smaller_is_better: true}."
-        values.faults.append(ConfigError("there is no searcher", where=where, fix=fix))
+        values.faults.append(ConfigError("the searcher is missing", where=where, fix=fix))
         return SearcherConfig()
     if section.get("metric") is None:
         where = document.at(("searcher",)).where("searcher.metric")
         fix = "Name a metric that evaluation returns, for example validation_loss."
-        values.faults.append(ConfigError("there is no metric", where=where, fix=fix))
+        values.faults.append(ConfigError("the metric is missing", where=where, fix=fix))
     own = ("name", "metric", "smaller_is_better", "max_length")
     return SearcherConfig(
         name=values.get("searcher.name", Text((*SEARCHER.kinds, *SEARCHER.removed)), "single"),

@@ -105,7 +105,7 @@ _TOP = Fields(
         "data_layer": Field(MapOf(), shown=False),
         "security": Field(SECURITY, shown=False),
         "tensorboard_storage": Field(TENSORBOARD, shown=False),
-        "internal": Field(Forbidden("is for the master's own use. Remove it."), shown=False),
+        "internal": Field(Forbidden("is reserved for the master. Remove it."), shown=False),
     },
     (_both_places,),
     hint="Settings of your own belong under data: or hyperparameters:.",
@@ -200,7 +200,7 @@ def examine(document: Document, defaults: ClusterDefaults, template: Mapping[str
     issues += _check_storage_kind(plain.get("checkpoint_storage"))
     resources = plain.get("resources")
     if isinstance(resources, Mapping) and resources.get("slots") is not None:  # templates are for commands, too
-        issues.append(Issue(("resources", "slots"), REMOVED, "is for commands. Write slots_per_trial."))
+        issues.append(Issue(("resources", "slots"), REMOVED, "is only for commands. Write slots_per_trial."))
     own, more = modern(plain)
     old_forms += more
     below, _ = modern(defaults.as_config())
@@ -219,7 +219,7 @@ def _check_keys(document: Document) -> tuple[list[Issue], list[str]]:
     """Return issues and warnings of keys that arrive under another name than they are written."""
     issues, warnings = [], []
     for path, spelling in document.respelled.items():
-        text = f"{spelling} is {path[-1]} in YAML 1.1, and arrives under that name. Write '{spelling}' in quotes, or another name"
+        text = f"{spelling} is {path[-1]} in YAML 1.1, and is read under that name. Write '{spelling}' in quotes, or use another name"
         if path[0] == "hyperparameters" and path[-1] in ("true", "false"):
             issues.append(Issue(path, RENAMED, text))
         else:
@@ -233,9 +233,9 @@ def _check_storage_kind(written: Any) -> list[Issue]:
         return []
     path = ("checkpoint_storage", "type")
     if "type" in written:
-        return [Issue(path, CHOICE, "null is not a type of storage")] if written["type"] is None else []
+        return [Issue(path, CHOICE, "null is not a storage type")] if written["type"] is None else []
     own = [str(key) for key in written if key not in STORAGE_KEPT]
-    return [Issue(path, MISSING, f"is a required property, because {own[0]} is given")] if own else []
+    return [Issue(path, MISSING, f"is a required property, because {own[0]} is set")] if own else []
 
 
 def _as_json(value: Any, path: Path, issues: list[Issue]) -> Any:
@@ -252,11 +252,11 @@ def _as_json(value: Any, path: Path, issues: list[Issue]) -> Any:
     if isinstance(value, datetime.date):
         return value.isoformat()
     if isinstance(value, float) and not math.isfinite(value):
-        issues.append(Issue(path, CLUSTER, f"{value} is not a number that JSON knows"))
+        issues.append(Issue(path, CLUSTER, f"{value} is not a valid JSON number"))
     elif isinstance(value, float):
         return as_sent(value)
     elif value is not None and not isinstance(value, int | float):
-        issues.append(Issue(path, CLUSTER, f"a YAML value of type {type(value).__name__} has no JSON form"))
+        issues.append(Issue(path, CLUSTER, f"a YAML value of type {type(value).__name__} has no JSON equivalent"))
     return value
 
 
@@ -266,7 +266,7 @@ def _text(text: str, path: Path, issues: list[Issue]) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError:
         ascii_path = tuple(step.encode("ascii", "replace").decode() if isinstance(step, str) else step for step in path)
-        issues.append(Issue(ascii_path, CLUSTER, "half a character (a lone surrogate) in a text"))
+        issues.append(Issue(ascii_path, CLUSTER, "invalid Unicode (unpaired surrogate)"))
     return text
 
 
@@ -406,13 +406,13 @@ def modern(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         whole["resources"]["devices"] = [_device(item) for item in devices]
     if isinstance(whole.get("log_policies"), list):
         whole["log_policies"] = [_log_policy(policy, warnings) for policy in whole["log_policies"]]
-    warnings += [f"{key} is read by no trial of today, and has no effect" for key in _WITHOUT_EFFECT if whole.get(key)]
+    warnings += [f"{key} is not used by current trials, and has no effect" for key in _WITHOUT_EFFECT if whole.get(key)]
     searcher = whole.get("searcher")
     if isinstance(searcher, dict) and searcher.get("name") == "adaptive_asha":
         if searcher.get("stop_once") is not None:
-            warnings.append("searcher.stop_once has no effect: adaptive_asha stops every trial for good")
+            warnings.append("searcher.stop_once has no effect: adaptive_asha always stops a trial permanently")
         if searcher.get("max_length") is not None:
-            warnings.append("searcher.max_length has no effect in adaptive_asha: max_time and time_metric count")
+            warnings.append("searcher.max_length has no effect in adaptive_asha: max_time and time_metric apply")
     if isinstance(whole.get("hyperparameters"), dict):
         warnings += _exponents(whole["hyperparameters"], "hyperparameters")
     return whole, warnings
@@ -471,5 +471,5 @@ def _log_policy(policy: Any, warnings: list[str]) -> Any:
     action = policy.get("action") if isinstance(policy, dict) else None
     if not isinstance(action, dict) or set(action) != {"type"} or not isinstance(action["type"], str):
         return policy
-    warnings.append("log_policies: action is written as a word today, such as action: cancel_retries")
+    warnings.append("log_policies: write action as a string, such as action: cancel_retries")
     return {**policy, "action": action["type"]}

@@ -284,7 +284,7 @@ class _PodSpec(Type):
         spec = value.get("spec") or {}
         containers = spec.get("containers") or [] if isinstance(spec, Mapping) else None
         if not isinstance(containers, list) or not all(isinstance(item, Mapping) for item in containers):
-            return [*issues, Issue((*path, "spec"), RULE, "is not a pod's")]
+            return [*issues, Issue((*path, "spec"), RULE, "is not a valid pod spec")]
         return issues + [
             Issue((*path, "spec", "containers", index, key), RULE, "is not configurable")
             for index, item in enumerate(containers)
@@ -375,7 +375,9 @@ RESOURCES = Fields(
         "resource_pool": Field(exact_text(), ""),
         "is_single_node": Field(Bool()),
         "native_parallel": OFF,
-        "shm_size": Field(AnyOf((exact_int(0),), "is not a number of bytes; a cluster refuses texts such as 4g, too")),
+        "shm_size": Field(
+            AnyOf((exact_int(0),), "is not a number of bytes; a cluster also rejects strings such as 4g")
+        ),
         "devices": Field(_DEVICES, []),
         "slots": Field(exact_int(), shown=False),  # of commands; only a template may have it
         "agent_label": Field(exact_text(), shown=False),

@@ -160,7 +160,7 @@ def _check(value: Any, path: Path, names: tuple[str, ...]) -> Iterator[Issue]:
         return
     kind = value["type"]
     if not isinstance(kind, str) or kind not in _RANGES:
-        text = f'a nested key "type" names a kind of hyperparameter here ({NESTED_TYPE}). '
+        text = f'a nested key "type" selects a kind of hyperparameter here ({NESTED_TYPE}). '
         yield Issue(path, RULE, f"{text}Write {_accepted_form(value, names)}")
     elif kind == "const" and "val" not in value:
         yield Issue((*path, "val"), MISSING, "is a required property")

@@ -56,7 +56,7 @@ def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
             "a master is already running here",
             where=str(directory.root),
             got=f"{state.get('url') or 'no address yet'}, pid {state.get('pid', '?')}",
-            fix="Use it, end it with `zero-trial master down`, or choose another --root.",
+            fix="Use it, stop it with `zero-trial master down`, or choose another --root.",
         )
     before = directory.state()
     last = str(before.get("on") or "")
@@ -117,7 +117,7 @@ def _listen(master: Master, options: ServeOptions, before: int | None) -> HttpSe
         return listen(master, host=options.host, port=before, more=options.more)
     except ZeroTrialError as error:
         log.warning(
-            "port %d of the last master is taken (%s): runs that it started cannot report here",
+            "port %d of the last master is in use (%s): runs that it started cannot report here",
             before,
             error,
         )
@@ -149,10 +149,10 @@ def refuse_another_engine(last: str, now: str, left: Sequence[str]) -> None:
         return
     on = f"zero-trial master up --on {last}" if last else "zero-trial master up without --on"
     raise ConfigError(
-        "runs of the last master may still go on elsewhere",
+        "runs of the last master may still be running elsewhere",
         where="--on",
         got=f"{now or 'this machine'}, while {len(left)} ({left[0]}, ...) started on {last or 'this machine'}",
-        fix=f"Go on with them: {on}. Or end them: zero-trial master down.",
+        fix=f"To continue them: {on}. To stop them: zero-trial master down.",
     )
 
 
@@ -169,6 +169,6 @@ def require_reachable(host: str, nodes: Sequence[Node]) -> None:
             raise ConfigError(
                 "the machines of the cluster cannot reach the master",
                 where="--host",
-                got=f"{host}, and {node.name} has the address {node.address}",
-                fix="Give the address of this machine in the network of the cluster: --host ADDRESS.",
+                got=f"{host}, but {node.name} has the address {node.address}",
+                fix="Pass this machine's address in the cluster's network: --host ADDRESS.",
             )

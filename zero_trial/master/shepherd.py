@@ -93,7 +93,7 @@ class Lines:
                 if not self._lost:  # said once, in the supervisor's own log if that can be written
                     self._lost = True
                     with contextlib.suppress(OSError):
-                        sys.stderr.write(f"lines of {self._stdtype} are lost: {error}\n")
+                        sys.stderr.write(f"lost lines of {self._stdtype}: {error}\n")
 
     def _note(self, text: str) -> None:
         if not self.cause and (found := _CAUSE.match(text)):

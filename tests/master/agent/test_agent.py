@@ -166,7 +166,7 @@ def test_the_processes_of_a_killed_supervisor_end(field: Field) -> None:
     owner = resources.lease_owner(field.home.allocation(name) / "node-0")
     assert owner is not None and len(left) >= 3  # with the supervisor
     owner.send(signal.SIGKILL)
-    field.expect("exited", name, 137, "its supervisor is gone")
+    field.expect("exited", name, 137, "the supervisor no longer exists")
     assert not any(identify(pid).alive for pid in left)
     field.agent.close()
     assert not temporary.exists()
@@ -204,7 +204,7 @@ def test_a_run_that_is_killed_while_the_disk_is_full_never_begins(field: Field) 
     field.patch.setattr(resources, "acquire_lease", on_full_disk(resources.acquire_lease, 2))
     field.agent.kill(name)
     said = field.expect("exited", name, 137)
-    assert "before it began" in said[3]
+    assert "before it started" in said[3]
 
 
 def test_a_run_that_has_begun_is_killed_on_a_full_disk(field: Field) -> None:
@@ -226,7 +226,7 @@ def test_a_run_whose_supervisor_cannot_begin_ends_on_a_full_disk(field: Field) -
     field.patch.setattr(subject.ClusterJob, "command", ["sh", "-c", "echo no space; exit 1"])
     name = field.start("true")
     said = field.expect("exited", name, 127)
-    assert "could not begin: no space" in said[3]
+    assert "could not start: no space" in said[3]
 
 
 @pytest.mark.parametrize(("has_hook", "calls"), [(False, 1), (True, 2)])

@@ -59,7 +59,7 @@ NODES = [Node(name, 2, pools=("main", "default"), cpus=cpus) for name, cpus in (
         ([KILLED], JobEnd.TIME_LIMIT, 137, False, "time limit"),
         ([None], JobEnd.OUT_OF_MEMORY, 137, False, "memory"),
         ([None], JobEnd.CANCELED, 137, True, "canceled"),
-        ([None], JobEnd.FAILED, 137, False, "its supervisor is gone"),
+        ([None], JobEnd.FAILED, 137, False, "the supervisor no longer exists"),
         ([None], JobEnd.UNKNOWN, 137, False, "no longer knows"),
         ([GOOD, None], JobEnd.UNKNOWN, 137, False, "no longer knows"),
         ([BAD, None], JobEnd.UNKNOWN, 7, False, "it broke"),
@@ -69,7 +69,7 @@ NODES = [Node(name, 2, pools=("main", "default"), cpus=cpus) for name, cpus in (
         ([GOOD], JobEnd.TIME_LIMIT, 0, False, ""),
         ([GOOD, None], JobEnd.NODE_LOST, 137, True, "a machine was lost"),
         ([GOOD, KILLED], JobEnd.PREEMPTED, 137, True, "preempted"),
-        ([], JobEnd.UNKNOWN, 137, True, "before it began"),
+        ([], JobEnd.UNKNOWN, 137, True, "before it started"),
     ],
 )
 def test_why_an_allocation_has_ended(exits: list[Exit | None], end: JobEnd, code: int, killed: bool, why: str) -> None:

@@ -102,10 +102,10 @@ def test_a_node_that_does_not_see_what_the_master_sees_says_so(tmp_path: Path) -
     (tmp_path / "order.json").write_text(json.dumps({"storage": kept}))
     assert order_in(tmp_path, "n7") == {"storage": kept}
     (tmp_path / "order.json").write_text(json.dumps({"storage": {**kept, "path": str(mine)}}))
-    with pytest.raises(MasterError, match=r"on n7: the folder for checkpoints is not shared.*another folder"):
+    with pytest.raises(MasterError, match=r"on n7: the folder for checkpoints is not shared.*a different folder"):
         order_in(tmp_path, "n7")
     (tmp_path / "order.json").write_text(json.dumps({"storage": {**kept, "path": "/no/such"}}))
-    with pytest.raises(MasterError, match="not there"):
+    with pytest.raises(MasterError, match="is missing"):
         order_in(tmp_path, "n7")
     assert storage.kept_in({"checkpoint_storage": {"type": "s3"}}) is None
     assert storage.kept_in({"checkpoint_storage": {"type": "shared_fs", "host_path": "/no/such"}}) is None
@@ -147,7 +147,7 @@ def test_nodes_meet_through_the_master(tmp_path: Path, monkeypatch: pytest.Monke
         both = [{"address": "a0", "rank": 0}, {"address": "a1", "rank": 1}]
         assert found == {0: both, 1: both}
         for peers, token in ((2, "wrong"), (3, order.token)):
-            with pytest.raises(MasterError, match="does not let this node meet"):
+            with pytest.raises(MasterError, match="rejected this node's rendezvous"):
                 meet({**env, "DET_SESSION_TOKEN": token}, 0, peers, {})
     tasks = master.tasks
     assert tasks.all_gather(order.allocation.id, "next", 1, "x", 0.0) == ["x"]  # another one begins

@@ -63,9 +63,9 @@ ONE, DEAD = "11111111", "44444444"
 @pytest.mark.parametrize(
     ("nodes", "codes", "canceled", "status"),
     [
-        ([], [None], False, JobStatus(why="Ray has no room for its placement group yet")),
+        ([], [None], False, JobStatus(why="Ray has no room for the placement group yet")),
         ([], ["killed"], True, JobStatus(end=JobEnd.CANCELED)),
-        ([], ["its actor is gone", None], False, JobStatus(end=JobEnd.NODE_LOST, why="Ray: its actor is gone")),
+        ([], ["the actor no longer exists", None], False, JobStatus(end=JobEnd.NODE_LOST, why="Ray: the actor no longer exists")),
         ([ONE], [None], False, JobStatus(("h1-111111",))),
         ([ONE, ONE], [None, 127], False, JobStatus(("h1-111111",) * 2)),
         ([ONE, ONE], [143, 127], False, JobStatus(("h1-111111",) * 2, JobEnd.FAILED)),

@@ -161,7 +161,7 @@ def test_faults_that_come_again_are_logged_once(orders: OrderQueue, caplog: pyte
         for look in (fails, fails, lambda: None, fails):
             orders.guarded("allocation a", look)
     assert [record.message for record in caplog.records] == [
-        "an order will be carried out later: [Errno 13] denied",
+        "an order is postponed: [Errno 13] denied",
         *2 * [f"allocation a: OSError: {FULL}"],
     ]
 

@@ -73,8 +73,8 @@ def test_texts_of_slurm() -> None:
     [
         (("RUNNING", "n[1-2]", "None"), JobStatus(("n1", "n2"))),
         (("COMPLETING", "n1", "None"), JobStatus(("n1",))),
-        (("PENDING", "", "Resources"), JobStatus(why="Slurm has it in its queue: Resources")),
-        (("CONFIGURING", "n1", "None"), JobStatus(why="Slurm has it in its queue: CONFIGURING")),
+        (("PENDING", "", "Resources"), JobStatus(why="Slurm has queued the job: Resources")),
+        (("CONFIGURING", "n1", "None"), JobStatus(why="Slurm has queued the job: CONFIGURING")),
         (("COMPLETED", "n1", "None"), JobStatus(("n1",), JobEnd.DONE, "Slurm: COMPLETED")),
         (("FAILED", "n1", "NonZeroExitCode"), JobStatus(("n1",), JobEnd.FAILED, "Slurm: FAILED, NonZeroExitCode")),
         (("CANCELLED", "", "None"), JobStatus((), JobEnd.CANCELED, "Slurm: CANCELLED")),

@@ -76,9 +76,9 @@ def test_of_two_users_of_one_name_that_come_at_once_one_is_refused(world: World)
 
     with ThreadPoolExecutor(4) as threads:
         said = sorted(threads.map(add, range(4)))
-    assert said == ["ada", *["user 'ada' exists already"] * 3]
+    assert said == ["ada", *["user 'ada' already exists"] * 3]
     other = world.accounts.add_user("eve", "hash", admin=False)
-    with pytest.raises(Conflict, match="exists already"):
+    with pytest.raises(Conflict, match="already exists"):
         world.accounts.change_user(other.id, USER_TOKEN, name="ada")
 
 

@@ -153,18 +153,26 @@ LAUNCHER = "python3 -m determined.launch.deepspeed python3 -m determined.exec.ha
     ("entrypoint", "ds_config", "message"),
     [
         (COMMAND, "ds.json", None),
-        (COMMAND.replace("model_def:", "model_deff:"), "ds.json", "no module model_deff in the model definition"),
+        (
+            COMMAND.replace("model_def:", "model_deff:"),
+            "ds.json",
+            "module model_deff does not exist in the model definition",
+        ),
         (COMMAND.replace("MyTrial", "Mine"), "ds.json", "Mine not found in ./model_def.py"),
         (COMMAND, "ds_config.json", "no such file: got ds_config.json, expected one of const.yaml, ds.json"),
         (COMMAND, "/data/ds_config.json", None),  # a mounted folder
         ("python3 train.py", "ds_config.json", None),  # not ours
         (COMMAND.replace("model_def:", "--model-dir src model_deff:"), "ds_config.json", None),
         (COMMAND.replace("MyTrial", "Mine").split(), "ds.json", "Mine not found in ./model_def.py"),
-        ("python3 -m zero_trial.run deep:MyTrial", "ds.json", "own parser does not take it"),
+        ("python3 -m zero_trial.run deep:MyTrial", "ds.json", "Python cannot parse the file"),
         (COMMAND.replace("run model_def:MyTrial", "as_determined model_def:Mine"), "ds.json", "Mine not found in"),
         (COMMAND.replace("run model_def:MyTrial", "as_determined model_def:MyTrial"), "own.json", None),
         (COMMAND.replace("run model_def:MyTrial", "as_determined train.py"), "ds.json", None),
-        (LAUNCHER, "ds.json", "-m zero_trial.as_determined model_def:MyTrial, and zero_trial trains the same files"),
+        (
+            LAUNCHER,
+            "ds.json",
+            "-m zero_trial.as_determined model_def:MyTrial, so that zero_trial trains the same files",
+        ),
         (f"sh -c '{LAUNCHER}'", "ds.json", None),
         (
             "old_def:MyTrial",

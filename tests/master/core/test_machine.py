@@ -52,7 +52,7 @@ def test_a_slot_that_is_disabled_ends_what_holds_it_unless_it_drains(master: San
     master.exit(1, code=137)
     assert master.runs() == [] and (master.state_of(1), master.trials.get(1).restarts) == ("ACTIVE", 0)
     log = [line.message for line in master.trials.logs(1, LogQuery()) if line is not None]
-    assert any("slot disabled" in line for line in log) and any("waits: it needs 1 slot" in line for line in log)
+    assert any("slot disabled" in line for line in log) and any("waits: the trial needs 1 slot" in line for line in log)
     master.machine.set_slot_enabled(1, True)
     assert master.run_of(1).allocation.run_id == 2
 
@@ -89,7 +89,7 @@ def test_a_job_that_waits_does_not_block_the_others_and_says_why(master: Sandbox
     for _ in range(2):  # said once
         master.machine.set_slot_enabled(1, True)
     lines = [line.message for line in master.trials.logs(2, LogQuery()) if line is not None]
-    assert len(lines) == 1 and "waits: it needs 2 slots" in lines[0]
+    assert len(lines) == 1 and "waits: the trial needs 2 slots" in lines[0]
 
 
 def test_the_queue(master: Sandbox) -> None:

@@ -40,7 +40,7 @@ def test_a_change_that_cannot_be_committed_is_not_in_the_log(master: Sandbox, mo
             yield connection
             raise sqlite3.OperationalError("database or disk is full")
 
-    with monkeypatch.context() as patched, pytest.raises(Unavailable, match=r"disk of the master is full.* Free space"):
+    with monkeypatch.context() as patched, pytest.raises(Unavailable, match=r"master's disk is full.* Free space"):
         patched.setattr(database, "transaction", full)
         master.on_exited(name, Exit(0, master.clock.now))
     assert master.state_of(1) == "ACTIVE" and not list(master.trials.logs(1, LogQuery()))

@@ -104,7 +104,7 @@ def test_a_trial_that_said_that_it_ends_and_loses_its_slots_has_completed(master
     master.clock.now += 11
     master.tick()
     master.exit(1, code=143)
-    assert (master.state_of(1), master.trials.get(1).reason) == ("COMPLETED", "the trial ended itself: INVALID_HP")
+    assert (master.state_of(1), master.trials.get(1).reason) == ("COMPLETED", "the trial exited early: INVALID_HP")
 
 
 def test_logs_hold_what_the_master_did(master: Sandbox) -> None:

@@ -151,7 +151,7 @@ def test_a_full_disk_ends_no_trial(
     with full_disk(world) as free:
         body = {"name": "x" * 80, "description": LARGE["text"]}
         status, answer = ask("PATCH", "/api/v1/experiments/1", user=USER_TOKEN, body=body)
-        assert status == 507 and "disk of the master is full" in answer["message"] and "Free space" in answer["message"]
+        assert status == 507 and "master's disk is full" in answer["message"] and "Free space" in answer["message"]
         assert ask("GET", "/api/v1/experiments/1", user=USER_TOKEN)[0] == 200
         plain = Application._unavailable
         answers: list[Response] = []
@@ -194,7 +194,7 @@ def test_this_host_and_its_own_origin_are_answered(ask: Ask, server: HttpServer)
 def test_an_unknown_route_is_404_for_users_and_is_logged(ask: Ask, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         status, answer = ask("GET", "/api/v1/inventions/7", user=USER_TOKEN)
-    known = "is not known to the embedded master, which answers det, the SDK and trials"
+    known = "is not supported by the embedded master, which serves det, the SDK and trials"
     assert (status, answer["message"]) == (404, f"GET /api/v1/inventions/7 {known}")
     assert "no route for GET /api/v1/inventions/7" in caplog.text
     assert ask("GET", "/api/v1/inventions/7")[0] == 401

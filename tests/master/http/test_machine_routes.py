@@ -48,7 +48,7 @@ def test_the_one_pool_and_its_queue(user: Any) -> None:
     assert (pool.name, pool.slotsAvailable, pool.slotsUsed, pool.defaultComputePool) == ("default", 2, 2, True)
     assert pool.schedulerType is bindings.v1SchedulerType.PRIORITY
     assert bindings.get_ListRPsBoundToWorkspace(user, workspaceId=1).resourcePools == ["default"]
-    with pytest.raises(errors.APIException, match="cannot be bound to any workspace"):
+    with pytest.raises(errors.APIException, match="cannot be bound to a workspace"):
         client.ResourcePool(user, "default").add_bindings(["Uncategorized"])
     job, _ = bindings.get_GetJobsV2(user, resourcePool=None, offset=0, limit=100, orderBy=bindings.v1OrderBy.ASC).jobs
     assert (job.full.jobId, job.full.entityId, job.full.priority, job.full.allocatedSlots) == ("job-1", "1", 42, 1)

@@ -59,7 +59,7 @@ REFUSED: dict[str, list[tuple[Write, int, str]]] = {
         (create(workspace="Uncategorized", project="Mine"), 400, "project"),
         (create(searcher={"name": "single", "metric": "val", "source_trial_id": 9}), 400, "source_trial_id"),
         (post(E, {"config": yaml.safe_dump(CONFIG), "modelDefinition": [], "parentId": 9}), 404, "experiment 9"),
-        (post(E, {"config": yaml.safe_dump(CONFIG), "modelDefinition": [{"path": "../a", "type": 48}]}), 400, "leads out"),
+        (post(E, {"config": yaml.safe_dump(CONFIG), "modelDefinition": [{"path": "../a", "type": 48}]}), 400, "is outside"),
         *((write(name=name), 400, "control characters") for write in (create, partial(patch, f"{E}/1")) for name in (
             "a\x1b[2J", "a\nb", "\x07", "a\x9b31m",
         )),
@@ -86,7 +86,7 @@ REFUSED: dict[str, list[tuple[Write, int, str]]] = {
         (post(f"{T}/9/kill"), 404, "trial 9 not found"),
         *((get(f"/api/v1/tasks/task-9{rest}"), 404, "not found") for rest in ("", "/logs")),
         (post(f"{T}/9/metrics", {"group": "training", "metrics": REPORT}), 404, "trial 9 not found"),
-        (metrics(trialRunId=2), 400, "not the trial's newest"),
+        (metrics(trialRunId=2), 400, "not the trial's latest"),
         (metrics(group=""), 400, "group"),
         (metrics(group=None), 400, "group"),
         (metrics(metrics=None), 400, "metrics"),

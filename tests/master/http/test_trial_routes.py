@@ -67,7 +67,7 @@ def test_the_rest_that_the_harness_reports(task: Any, world: World) -> None:
     assert bindings.post_PostRunMetadata(task, body=body, runId=1).metadata == {"dataset": {"rows": 3}}
     assert bindings.get_GetRunMetadata(task, runId=1).metadata == {"dataset": {"rows": 3}}
     world.exit(1)
-    assert (world.state_of(1), world.trials.get(1).reason) == ("COMPLETED", "the trial ended itself: INVALID_HP")
+    assert (world.state_of(1), world.trials.get(1).reason) == ("COMPLETED", "the trial exited early: INVALID_HP")
 
 
 def test_one_trial(task: Any, user: Any, world: World) -> None:

@@ -258,8 +258,11 @@ def test_max_length_is_the_older_form():
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
-        ({"batches": 2}, 'searcher.metric: the validation has no number "loss": got batches in the validation metrics'),
-        ({"loss": 1.0}, 'searcher.time_metric: the validation has no number "batches"'),
+        (
+            {"batches": 2},
+            'searcher.metric: the validation metrics contain no number named "loss": got batches in the validation metrics',
+        ),
+        ({"loss": 1.0}, 'searcher.time_metric: the validation metrics contain no number named "batches"'),
         ({}, "got no metrics in the validation metrics"),
         ({"loss": "low", "batches": 2}, "got 'low'"),
         ({"loss": True, "batches": 2}, "got True"),

@@ -53,7 +53,7 @@ def test_an_example():
                 "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.001}},
             },
             {"global_batch_size": 16},
-            "the learning rate is not used: the scheduler WarmupLR sets it",
+            "the learning rate has no effect: the scheduler WarmupLR sets it",
         ),
         ({"optimizer": 3}, {"global_batch_size": 16}, "hyperparameters.ds_config"),
         ({"mesh": {"pipe": 3}}, {"global_batch_size": 16}, "mesh"),

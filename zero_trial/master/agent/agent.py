@@ -90,6 +90,6 @@ class ThisMachine:
         process_tree.sweep(MARK, name)
         storage.remove_scratch(folder, name)  # a killed supervisor could not
         if owner is not None and owner.before_boot and resources.exit_of(folder) is None:
-            return JobStatus(end=JobEnd.NODE_LOST, why="it was restarted")
+            return JobStatus(end=JobEnd.NODE_LOST, why="the machine was restarted")
         why = "" if code is None or owner is not None else f"exit code {code}"
         return JobStatus(end=JobEnd.CANCELED if name in self._canceled else JobEnd.FAILED, why=why)

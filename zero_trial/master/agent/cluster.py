@@ -149,20 +149,20 @@ def outcome(exits: Sequence[Exit | None], status: JobStatus, now: float, *, adop
         return ended[0]
     where = f" ({', '.join(status.nodes)})" if status.nodes else ""
     if status.end in (JobEnd.NODE_LOST, JobEnd.PREEMPTED):
-        what = "a machine was lost" if status.end is JobEnd.NODE_LOST else "the engine has preempted it"
+        what = "a machine was lost" if status.end is JobEnd.NODE_LOST else "the engine preempted the job"
         return Exit(KILLED_CODE, now, killed=True, why=f"{what}{where}{_because(status)}")
     failed = sorted((one for one in ended if one.code and not one.killed), key=lambda one: one.time)
     if status.end is JobEnd.TIME_LIMIT:
-        return Exit(KILLED_CODE, now, why=f"it has reached the time limit of its job{_because(status)}")
+        return Exit(KILLED_CODE, now, why=f"the job reached its time limit{_because(status)}")
     if status.end is JobEnd.OUT_OF_MEMORY:
-        return Exit(KILLED_CODE, now, why=f"it needed more memory than its job has{where}")
+        return Exit(KILLED_CODE, now, why=f"the job exceeded its memory limit{where}")
     if failed:
         return failed[0]
     if len(ended) == len(exits):
         return next((one for one in ended if one.killed), ended[0])
     if status.end is JobEnd.CANCELED or any(one.killed for one in ended):
-        return Exit(KILLED_CODE, now, killed=True, why=f"its job was canceled{_because(status)}")
-    gone = "the engine no longer knows its job" if status.end is JobEnd.UNKNOWN else "its supervisor is gone"
+        return Exit(KILLED_CODE, now, killed=True, why=f"the job was canceled{_because(status)}")
+    gone = "the engine no longer knows the job" if status.end is JobEnd.UNKNOWN else "the supervisor no longer exists"
     unseen = adopted and status.end is JobEnd.UNKNOWN
     return Exit(KILLED_CODE, now, killed=unseen, why=f"{gone}{where}{_because(status)}")
 
@@ -225,10 +225,10 @@ class ClusterManager:
         actions = [policy.action for policy in logs.policies_of(config)]
         if self._engine.remote and logs.EXCLUDE_NODE in actions:
             raise ConfigError(
-                "cannot be followed on a cluster, whose engine chooses the nodes of each run again",
+                "is not supported on a cluster, where the engine chooses the nodes of each run",
                 where="log_policies.action",
                 got=logs.EXCLUDE_NODE,
-                fix="Leave it out, or disable the node: det agent disable NAME.",
+                fix="Remove it, or disable the node: det agent disable NAME.",
             )
         self._engine.check(config)
 
@@ -302,7 +302,7 @@ class ClusterManager:
         try:
             known = order.allocation.id in self._engine.statuses([order.allocation.id])
         except ZeroTrialError as error:
-            raise EngineBusy(f"the jobs cannot be listed: {error}") from error
+            raise EngineBusy(f"the jobs could not be listed: {error}") from error
         if not known:
             options = order.config.get(self._engine.name) or {}
             disabled = tuple(node.name for node in self._nodes if node.name in order.avoid)
@@ -406,7 +406,7 @@ class ClusterManager:
         if not recorded and now - entry.ended_at < _LAG_SECONDS:
             return None
         if not entry.started and not any(exits) and status.end is JobEnd.FAILED:
-            return Exit(127, time.time(), why=f"its job could not begin: {why_not_begun(folder, status)}")
+            return Exit(127, time.time(), why=f"the job could not start: {why_not_begun(folder, status)}")
         gone = [name for name in status.nodes if not any(node.name == name and node.up for node in self._nodes)]
         if None in exits and gone:
             status = replace(status, end=JobEnd.NODE_LOST)
@@ -446,7 +446,7 @@ def refuse(directory: MasterDirectory, order: StartOrder, error: Exception) -> N
     foreseen = isinstance(error, (ZeroTrialError, OSError, ValueError))
     said = str(error) if foreseen else f"{type(error).__name__}: {error}"
     logs.append(path, [logs.entry(f"cannot start the trial: {said}", time.time(), "stderr", l="ERROR")])
-    ended = Exit(127, time.time(), why=f"it could not be started: {said}")
+    ended = Exit(127, time.time(), why=f"the trial could not be started: {said}")
     resources.forbid(directory.allocation(run.id), ended)
 
 

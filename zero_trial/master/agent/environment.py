@@ -213,11 +213,11 @@ def check_length(text: str) -> None:
 
 def _too_large(got: str, expected: str) -> Invalid:
     return Invalid(
-        "the configuration is too large for the environment variable in which trials get it",
+        "the configuration is too large for the environment variable that passes it to trials",
         where="config",
         got=got,
         expected=expected,
-        fix="Put what is large into a file of the model definition, and name the file under data:.",
+        fix="Put large values into a file of the model definition, and name the file under data:.",
     )
 
 

@@ -121,9 +121,9 @@ def meet(env: Mapping[str, str], rank: int, peers: int, mine: Mapping[str, Any])
             refused = is_refused(error)
             if refused or time.monotonic() > until:
                 what = (
-                    "the master does not let this node meet the others"
+                    "the master rejected this node's rendezvous with the others"
                     if refused
-                    else "the other nodes of the allocation did not come"
+                    else "the other nodes of the allocation did not arrive"
                 )
                 raise MasterError(what, where=url, got=str(error)) from error
             time.sleep(1.0)
@@ -150,7 +150,7 @@ def order_in(folder: Path, name: str) -> dict[str, Any]:
         raise MasterError(
             "the folder for checkpoints is not shared with this node",
             where=f"checkpoint_storage on {name}",
-            got=f"{kept['path']} is {'another folder here' if found else 'not there, or without the name of the storage'}",
+            got=f"{kept['path']} is {'a different folder here' if found else 'missing, or without the name of the storage'}",
             fix=fix,
         )
     return order

@@ -96,8 +96,8 @@ def status_of(seen: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> Jo
         if seen["canceled"]:
             return JobStatus(end=JobEnd.CANCELED)
         if seen["lost"]:
-            return JobStatus(end=JobEnd.NODE_LOST, why="Ray: its actor is gone")
-        return JobStatus(why="Ray has no room for its placement group yet")
+            return JobStatus(end=JobEnd.NODE_LOST, why="Ray: the actor no longer exists")
+        return JobStatus(why="Ray has no room for the placement group yet")
     gone = [name for name, node in zip(names, places, strict=True) if node is None or not node["Alive"]]
     if gone:
         return JobStatus(names, JobEnd.NODE_LOST, f"Ray: node {', '.join(gone)} is dead")
@@ -171,7 +171,7 @@ class RayEngine:
         """Send a line, unless empty, and return the answer. Raises MasterError."""
         driver = self._driver
         if driver is None or driver.stdin is None or driver.stdout is None:
-            raise MasterError("the driver of Ray does not run", where="--on ray")
+            raise MasterError("the Ray driver is not running", where="--on ray")
         late = False
         try:
             driver.stdin.write(line)
@@ -183,8 +183,8 @@ class RayEngine:
                 driver.kill()  # jobs go on without it
             said = driver.stdout.readline()
         except OSError as error:
-            raise EngineBusy("the driver of Ray has ended", where="--on ray", got=str(error)) from error
-        why = f"its driver did not answer in {seconds:.0f} s" if late else "its driver has ended"
+            raise EngineBusy("the Ray driver ended", where="--on ray", got=str(error)) from error
+        why = f"the driver did not answer within {seconds:.0f} s" if late else "the driver ended"
         found = json.loads(said) if said else {"error": why}
         if "error" not in found:
             return found["answer"]
@@ -192,7 +192,7 @@ class RayEngine:
         if not line or not said:
             self._end()
             raise EngineBusy("Ray does not answer", where=where, got=found["error"])
-        raise MasterError("Ray has refused a request", where=where, got=found["error"])
+        raise MasterError("Ray rejected a request", where=where, got=found["error"])
 
     def _end(self) -> None:
         if self._driver is not None and self._driver.stdin is not None:
@@ -290,7 +290,9 @@ class _Job:
         self._actors = actors  # None: of an earlier driver, and gone
         self._lost = None in actors
         self._asked: dict[int, Any] = {}  # rank -> its answer to come
-        self._codes: list[int | str | None] = ["its actor is gone" if actor is None else None for actor in actors]
+        self._codes: list[int | str | None] = [
+            "the actor no longer exists" if actor is None else None for actor in actors
+        ]
         self._nodes: list[str] = []  # where it was placed first
         self._canceled = False
         self._stopped = False

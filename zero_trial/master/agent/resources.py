@@ -259,7 +259,7 @@ class OrderQueue:
                 if self._is_newest(order):
                     self.guarded(f"allocation {order.allocation_id}", self._report, order, str(error), on_waiting)
                 return
-            log.error("an order could not be carried out: %s: %s", type(error).__name__, error)
+            log.error("an order failed: %s: %s", type(error).__name__, error)
         with self._lock:
             if self._newest.get(order.allocation_id) is order:
                 del self._newest[order.allocation_id]
@@ -273,7 +273,7 @@ class OrderQueue:
             if order.begins:
                 on_waiting(order.allocation_id, why)
             else:
-                log.warning("an order will be carried out later: %s", why)
+                log.warning("an order is postponed: %s", why)
             order.reported = why
 
 
@@ -341,7 +341,7 @@ KILLED_CODE = 128 + signal.SIGKILL
 
 def never_begun() -> Exit:
     """Return the end of an allocation that was ended before it began."""
-    return Exit(KILLED_CODE, time.time(), killed=True, why="it was ended before it began")
+    return Exit(KILLED_CODE, time.time(), killed=True, why="it was stopped before it started")
 
 
 def acquire_lease(folder: Path, identity: Identity | Exit | None) -> bool:

@@ -36,9 +36,9 @@ _GIVEN: dict[str, str] = {
     **dict.fromkeys(("nodes", "N", "ntasks", "n"), "Write resources.slots_per_trial."),
     **dict.fromkeys(("gpus", "G", "gpus-per-node", "ntasks-per-node"), "Write resources.slots_per_trial."),
     **dict.fromkeys(("exclude", "x"), "Disable the node: det agent disable NAME."),
-    **dict.fromkeys(("job-name", "J", "array", "a", "clusters", "M"), "Leave it out: the master finds jobs by name."),
-    **dict.fromkeys(("output", "o", "open-mode", "wait", "W", "wrap"), "Leave it out."),
-    **dict.fromkeys(("requeue", "no-requeue", "parsable", "test-only"), "Leave it out."),
+    **dict.fromkeys(("job-name", "J", "array", "a", "clusters", "M"), "Remove it: the master finds jobs by name."),
+    **dict.fromkeys(("output", "o", "open-mode", "wait", "W", "wrap"), "Remove it."),
+    **dict.fromkeys(("requeue", "no-requeue", "parsable", "test-only"), "Remove it."),
     **dict.fromkeys(("export", "export-file", "get-user-env"), "Write environment.environment_variables."),
 }
 """Options of sbatch that are the master's -> what a user writes instead."""
@@ -172,7 +172,7 @@ def status_of(state: str, nodes: str, reason: str) -> JobStatus:
     if end is not None:
         return JobStatus(tuple(hosts(nodes)), end, f"Slurm: {state}" + (f", {why}" if why else ""))
     if state in _WAITING:
-        return JobStatus(why=f"Slurm has it in its queue: {why or state}")
+        return JobStatus(why=f"Slurm has queued the job: {why or state}")
     return JobStatus(tuple(hosts(nodes)))
 
 
@@ -276,14 +276,14 @@ class Slurm:
     def pools(self) -> tuple[str, ...]:
         found = partitions_in(self._run(["scontrol", "show", "partition", "--oneliner"]))
         if not found:
-            raise ConfigError("Slurm has no partition", where="--on slurm", fix="Ask for one: see slurm.conf.")
+            raise ConfigError("Slurm has no partition", where="--on slurm", fix="Define one in slurm.conf.")
         return found
 
     def check(self, config: Mapping[str, Any]) -> None:
         section = config.get("slurm") or {}
         for key in sorted(section.keys() - {"sbatch_args"}):
             raise ConfigError(
-                "cannot be followed here", where=f"slurm.{key}", fix="Write it as one of slurm.sbatch_args."
+                "is not supported here", where=f"slurm.{key}", fix="Write it as one of slurm.sbatch_args."
             )
         arguments_of(section)
 
@@ -323,15 +323,15 @@ class Slurm:
             )
         except FileNotFoundError:
             raise ConfigError(
-                f"{words[0]} was not found: this machine is no client of Slurm",
+                f"{words[0]} was not found: this machine has no Slurm commands",
                 where="--on slurm",
                 fix="Run the master where sbatch works, with Slurm's commands on PATH.",
             ) from None
         except subprocess.TimeoutExpired:
-            raise EngineBusy(f"{words[0]} did not answer in {_SECONDS:.0f} s", where=shlex.join(words)) from None
+            raise EngineBusy(f"{words[0]} did not answer within {_SECONDS:.0f} s", where=shlex.join(words)) from None
         if done.returncode:
             said = "; ".join(line.strip() for line in done.stderr.splitlines() if line.strip())[:500]
             complaint = said or f"exit code {done.returncode}"
             kind = EngineBusy if is_busy(complaint) else MasterError
-            raise kind("Slurm has refused a command", where=shlex.join(words[:3]), got=complaint)
+            raise kind("Slurm rejected a command", where=shlex.join(words[:3]), got=complaint)
         return done.stdout

@@ -67,7 +67,9 @@ def link(config: Mapping[str, Any], run_root: Path) -> None:
         if is_passing(error):
             raise
         raise ConfigError(
-            "the folder for checkpoints cannot be made", where="checkpoint_storage.host_path", got=f"{host} ({error})"
+            "the folder for checkpoints cannot be created",
+            where="checkpoint_storage.host_path",
+            got=f"{host} ({error})",
         ) from error
     place = run_root / SHARED_FS
     place.unlink(missing_ok=True)

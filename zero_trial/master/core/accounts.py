@@ -136,12 +136,12 @@ class AccountService:
     ) -> User:
         """Create a user; clients have hashed the password. Raises Invalid for a bad name."""
         if not name or name != name.strip() or len(name) > 128 or not name.isprintable():
-            raise Invalid("a user's name is 1 to 128 printable characters without spaces around them")
+            raise Invalid("a username must be 1 to 128 printable characters, without leading or trailing spaces")
         stored = store_password(sent_password)
         made = User(id=0, name=name, admin=admin, active=active, password=stored, display_name=display_name)
         with self._state.database.transaction() as connection:
             if user_rows.user(connection, name) is not None:
-                raise Invalid(f"user {name!r} exists already")
+                raise Invalid(f"user {name!r} already exists")
             return replace(made, id=user_rows.add_user(connection, made))
 
     def change_user(self, number: int, token: str, **columns: Any) -> User:
@@ -162,9 +162,9 @@ class AccountService:
                 raise PermissionDenied("only an administrator may do this")
             name = columns.get("name", user.name)
             if name != user.name and user.name == LOCAL_USER:
-                raise Conflict(f"{LOCAL_USER!r} keeps its name: Determined's clients log in as this user by default")
+                raise Conflict(f"{LOCAL_USER!r} cannot be renamed: Determined's clients log in as this user by default")
             if name != user.name and user_rows.user(connection, name) is not None:
-                raise Conflict(f"user {name!r} exists already")
+                raise Conflict(f"user {name!r} already exists")
             if own and user.admin and not (columns.get("active", True) and columns.get("admin", True)):
                 raise Conflict("an administrator cannot deactivate or demote their own account")
             user_rows.change_user(connection, number, **columns)

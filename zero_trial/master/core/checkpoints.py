@@ -55,7 +55,7 @@ class CheckpointService:
         with _reading_storage(uuid):
             folder = storage.folder_of(base, uuid)
         if folder is None:
-            raise NotFound(f"the files of checkpoint {uuid} are gone")
+            raise NotFound(f"the files of checkpoint {uuid} no longer exist")
         return folder
 
     def storage_number(self, section: Mapping[str, Any]) -> int:
@@ -66,10 +66,10 @@ class CheckpointService:
         inner = section.get("storage_path") if folder == "host_path" else None
         if not isinstance(section.get("type"), str) or not isinstance(path, str) or not Path(path).is_absolute():
             raise Invalid(
-                "not a storage of checkpoints", where="checkpointStorage", expected="a type, and an absolute path"
+                "not a checkpoint storage", where="checkpointStorage", expected="a type, and an absolute path"
             )
         if not isinstance(inner, str | None):
-            raise Invalid("must be a text", where="checkpointStorage.storage_path")
+            raise Invalid("must be a string", where="checkpointStorage.storage_path")
         with transaction(self._state) as tx:
             return checkpoint_rows.storage_number(tx.connection, section)
 
@@ -84,7 +84,7 @@ class CheckpointService:
         with transaction(self._state) as tx:
             trial_id, experiment_id, task_id = _saved_by(tx.connection, checkpoint)
             if checkpoint_rows.trial_of(tx.connection, checkpoint.uuid) not in (None, trial_id):
-                raise Conflict(f"checkpoint {checkpoint.uuid} is another trial's")
+                raise Conflict(f"checkpoint {checkpoint.uuid} belongs to another trial")
             steps = checkpoint.metadata.get("steps_completed")
             stored = replace(
                 checkpoint,
@@ -268,7 +268,7 @@ def _saved_by(connection: sqlite3.Connection, checkpoint: Checkpoint) -> tuple[i
     trial = existing(trial_rows.of_task(connection, checkpoint.task_id), f"task {checkpoint.task_id}")
     experiment = experiment_rows.get(connection, trial.experiment_id, derived=False)
     if experiment is None or not experiment.unmanaged:
-        raise Invalid("a checkpoint of a managed trial names its allocation", where="allocationId")
+        raise Invalid("a checkpoint of a managed trial must name its allocation", where="allocationId")
     return trial.id, trial.experiment_id, checkpoint.task_id
 
 
@@ -299,7 +299,7 @@ def _require_deletable(connection: sqlite3.Connection, uuid: str) -> None:
     found = existing(checkpoint_rows.get(connection, uuid, derived=False), f"checkpoint {uuid}")
     trial = None if found.trial_id is None else trial_rows.get(connection, found.trial_id)
     if trial is not None and not trial.state.final and trial.latest_checkpoint == uuid:
-        raise Conflict(f"trial {trial.id} goes on from checkpoint {uuid}", fix="Kill its experiment first.")
+        raise Conflict(f"trial {trial.id} will resume from checkpoint {uuid}", fix="Kill its experiment first.")
     require_not_in_use(connection, [uuid])
     require_unregistered(connection, [uuid], "deleted")
 
@@ -390,7 +390,7 @@ class GarbageCollector:
                 try:
                     self.collect()
                 except Exception:
-                    log.exception("the garbage collection failed")
+                    log.exception("garbage collection failed")
 
     def collect(self) -> None:
         """Delete all that is to be deleted now."""
@@ -410,7 +410,7 @@ class GarbageCollector:
         try:
             yield
         except Exception:
-            log.exception("the garbage collection of experiment %d failed, and is tried again", number)
+            log.exception("garbage collection of experiment %d failed and will be retried", number)
 
     def _apply_policy(self, number: int) -> None:
         """Mark the checkpoints of an ended experiment that its policy does not keep."""
@@ -443,7 +443,7 @@ class GarbageCollector:
             storage.delete(base, checkpoint.uuid)
         except OSError as error:  # it stays marked: the next look tries again
             if checkpoint.state is not CheckpointState.PARTIALLY_DELETED:
-                log.warning("checkpoint %s cannot be deleted, and is tried again: %s", checkpoint.uuid, error)
+                log.warning("checkpoint %s could not be deleted and will be retried: %s", checkpoint.uuid, error)
             state, doomed = CheckpointState.PARTIALLY_DELETED, 1
             with contextlib.suppress(OSError):  # the storage cannot even be read
                 left = storage.remaining(base, checkpoint.uuid)
@@ -464,7 +464,7 @@ class GarbageCollector:
         try:
             self._delete_files(experiment, saved)
         except OSError as error:
-            log.warning("experiment %d cannot be deleted: %s", number, error)
+            log.warning("experiment %d could not be deleted: %s", number, error)
             with transaction(self._state) as tx:
                 experiment_rows.change(tx.connection, number, state=ExperimentState.DELETE_FAILED, error=str(error))
             return

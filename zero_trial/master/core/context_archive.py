@@ -62,8 +62,8 @@ def from_model_definition(files: Sequence[Mapping[str, Any]]) -> bytes:
     """
     if len(files) > MAX_FILES:
         raise Invalid(
-            f"the model definition has {len(files)} files, at most {MAX_FILES} are taken",
-            fix="Name what is not needed in .detignore.",
+            f"the model definition has {len(files)} files, at most {MAX_FILES} are accepted",
+            fix="List files that are not needed in .detignore.",
         )
     return write(_entry(file) for file in files)
 
@@ -81,7 +81,7 @@ def _entry(file: Mapping[str, Any]) -> ArchiveEntry:
     if kind not in (tarfile.REGTYPE, tarfile.AREGTYPE) or (stat.S_IFMT(mode) not in (0, stat.S_IFREG)):
         raise Invalid(
             f"{path!r} is neither a file nor a directory",
-            fix="Links and devices are not taken; put the file itself in its place.",
+            fix="Links and devices are not accepted; replace them with the files they refer to.",
         )
     if mode & (stat.S_ISUID | stat.S_ISGID):
         raise Invalid(f"{path!r} has a set-user-ID or set-group-ID bit", fix="Remove it: chmod ug-s.")
@@ -100,10 +100,10 @@ def clean_path(path: str) -> str:
             f"the path {shown!r} is not a relative path", fix="Paths are relative, with / between their parts."
         )
     if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in path):
-        raise Invalid(f"the path {shown!r} holds characters that no file name should")
+        raise Invalid(f"the path {shown!r} contains control characters")
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if ".." in parts:
-        raise Invalid(f"the path {shown!r} leads out of the directory", fix="Leave out the part with '..'.")
+        raise Invalid(f"the path {shown!r} is outside of the model definition", fix="Remove the '..' component.")
     short = posixpath.join(*parts) if parts else "."
     if len(short.encode()) > _MAX_PATH or any(len(part.encode()) > _MAX_PART for part in parts):
         raise Invalid(f"the path {shown!r} is too long")
@@ -137,18 +137,19 @@ def _checked(entries: Iterable[ArchiveEntry]) -> dict[str, ArchiveEntry]:
                 raise Invalid("a file of the model definition has no name")
             continue
         if entry.path in kept:
-            raise Invalid(f"the path {entry.path!r} is there twice")
+            raise Invalid(f"the path {entry.path!r} appears twice")
         total += len(entry.content or b"")
         if total > MAX_BYTES:
             raise Invalid(
-                f"the model definition is larger than {MAX_BYTES} bytes", fix="Name what is not needed in .detignore."
+                f"the model definition is larger than {MAX_BYTES} bytes",
+                fix="List files that are not needed in .detignore.",
             )
         kept[entry.path] = entry
     for path in kept:
         parent = posixpath.dirname(path)
         while parent:
             if parent in kept and kept[parent].content is not None:
-                raise Invalid(f"{parent!r} is a file and cannot hold {path!r}")
+                raise Invalid(f"{parent!r} is a file and cannot contain {path!r}")
             parent = posixpath.dirname(parent)
     return kept
 
@@ -229,7 +230,7 @@ def check_model(config: Mapping[str, Any], tgz: bytes) -> None:
         "the model definition has no such file",
         where="data.ds_config",
         got=named,
-        expected=f"one of {', '.join(there[:8])}" if there else "a file in the folder that is submitted",
+        expected=f"one of {', '.join(there[:8])}" if there else "a file in the submitted folder",
     )
 
 
@@ -248,7 +249,7 @@ def _check_deepspeed(words: Sequence[str], archive: tarfile.TarFile, files: Mapp
         "this imports deepspeed, which is not installed",
         where="entrypoint",
         got=" ".join(words),
-        fix=f"Write entrypoint: {own}, and zero_trial trains the same files.",
+        fix=f"Write entrypoint: {own}, so that zero_trial trains the same files.",
     )
 
 

@@ -156,7 +156,7 @@ class ExperimentService:
         self._pool_of(config)
         if storage.base_of(config) is None:
             kind = (config.get("checkpoint_storage") or {}).get("type")
-            return [f"checkpoints in storage of type {kind} are not garbage-collected by this master"]
+            return [f"this master does not garbage-collect checkpoints in storage of type {kind}"]
         return []
 
     def _pool_of(self, config: Mapping[str, Any]) -> str:
@@ -182,25 +182,25 @@ class ExperimentService:
         parts = None if wanted is None else shape(wanted, sizes)
         if parts is not None and parts[0] > 1 and resources.get("is_single_node"):
             raise Invalid(
-                "no machine of the pool has so many slots",
+                "no machine of the pool has enough slots",
                 where="resources.slots_per_trial",
                 got=wanted,
                 expected=f"at most {max(sizes)}, because of resources.is_single_node",
-                fix="Ask for fewer, or leave resources.is_single_node out.",
+                fix="Request fewer, or remove resources.is_single_node.",
             )
         if wanted is not None and parts is None:
             several = len(sizes) > 1
             raise Invalid(
-                f"no machines of the pool {pool} have so many slots, in equal parts"
+                f"the machines of the pool {pool} do not have enough slots in equal parts"
                 if several
                 else "the experiment needs more slots than this machine has",
                 where="resources.slots_per_trial",
                 got=wanted,
                 expected=f"at most {sum(sizes)}",
-                fix="Ask for fewer, or for as many on each machine; the slots of the machines are "
+                fix="Request fewer, or a number that can be split evenly over machines; the slots of the machines are "
                 + ", ".join(map(str, sizes))
                 if several
-                else "Ask for fewer, or start the master with more: zero-trial master up --slots N.",
+                else "Request fewer, or start the master with more: zero-trial master up --slots N.",
             )
         try:
             self._state.agent.check(config)
@@ -216,7 +216,7 @@ class ExperimentService:
             )
         if config.get("bind_mounts"):
             warnings.append(
-                "bind_mounts are not applied: trials run directly on this machine and see its files where they are"
+                "bind_mounts are ignored: trials run directly on this machine and access its files at their own paths"
             )
         return warnings
 
@@ -376,16 +376,16 @@ class ExperimentService:
         kind = found.config["searcher"]["name"]
         if kind not in ("single", "random", "grid"):
             raise Unsupported(
-                "only an experiment of the searchers single, random and grid can be continued",
+                "only experiments with the searchers single, random and grid can be continued",
                 got=kind,
                 fix="Create a new experiment from its checkpoint: searcher.source_checkpoint_uuid.",
             )
         if kind != "single" and override:
             raise Invalid(
-                "the config of an ended search cannot be changed",
+                "the config of a finished search cannot be changed",
                 where="overrideConfig",
                 got=", ".join(map(str, override)),
-                fix="Continue it as it is, or create a new experiment.",
+                fix="Continue it unchanged, or create a new experiment.",
             )
         for place in ("workspace", "project"):
             if override.get(place) is not None:
@@ -396,7 +396,7 @@ class ExperimentService:
                 )
         done = self._complete(merge(override, found.config))
         if done.config["searcher"]["name"] != kind:
-            raise Invalid("must stay the searcher that it is", where="searcher.name", expected=kind)
+            raise Invalid("the searcher cannot be changed", where="searcher.name", expected=kind)
         self._check_machine(done.config)
         require_ended(tx, experiment_id)
         completed = found.state is ExperimentState.COMPLETED
@@ -482,5 +482,5 @@ def _mapping(text: str, name: str) -> dict[str, Any]:
     except ConfigError as error:
         raise Invalid(str(error)) from error
     for path, spelling in document.respelled.items():
-        raise Invalid("this key is not text", where=".".join(path), got=spelling, fix="Put it into quotes.")
+        raise Invalid("this key is not a string", where=".".join(path), got=spelling, fix="Put it into quotes.")
     return document.value

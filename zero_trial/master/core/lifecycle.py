@@ -154,7 +154,7 @@ def step_trial(life: TrialLife, event: TrialEvent) -> _TrialOutcome:
         case TrialSignal.ACKED if life.run is RunStage.RUNNING and life.preempting:
             return replace(life, acked=True), ()
         case TrialSignal.OVERDUE if life.early_exit == INVALID_HP and life.run is RunStage.RUNNING and not life.killing:
-            return _stop_trial(life, TrialState.STOPPING_KILLED, "it did not end after it had said INVALID_HP")
+            return _stop_trial(life, TrialState.STOPPING_KILLED, "the trial did not exit after it reported INVALID_HP")
         case TrialSignal.OVERDUE | TrialSignal.EVICTED:
             return _kill(life)
         case Fail(reason):
@@ -223,7 +223,7 @@ def _exited(life: TrialLife, event: Exited) -> _TrialOutcome:
         return _end(over, _ENDS[life.state], life.reason)
     if life.early_exit and (event.code == 0 or life.killing or event.killed):
         state = TrialState.COMPLETED if life.early_exit == INVALID_HP else TrialState.ERROR
-        return _end(over, state, f"the trial ended itself: {life.early_exit}")
+        return _end(over, state, f"the trial exited early: {life.early_exit}")
     if life.killing or event.killed or (event.code == 0 and life.acked):
         return _again(over)
     if event.code == 0:
@@ -394,19 +394,19 @@ def assign_slots(
         more_urgent = [reserved[m.name] for m in pool if reserved.get(m.name, item.priority) < item.priority]
         open_to_it = [left[m.name] for m in pool if reserved.get(m.name, item.priority) >= item.priority]
         if parts is None:
-            apart = ", which machines here cannot give in equal parts" if item.slots <= usable else ""
-            waiting[item.allocation_id] = f"it needs {_slots(item.slots)}; enabled here: {usable}{apart}"
+            apart = ", but the machines cannot provide them in equal parts" if item.slots <= usable else ""
+            waiting[item.allocation_id] = f"the trial needs {_slots(item.slots)}; enabled here: {usable}{apart}"
         elif item.slots == 0:
             placed[item.allocation_id] = ()
         elif item.max_slots is not None and held[item.experiment_id] + item.slots > item.max_slots:
-            waiting[item.allocation_id] = f"its experiment has used up its max_slots, {item.max_slots}"
+            waiting[item.allocation_id] = f"the experiment has used up its max_slots, {item.max_slots}"
         elif (found := fit(*parts, open_to_it)) is None:
             for machine in pool:
                 reserved.setdefault(machine.name, item.priority)
             waiting[item.allocation_id] = (
-                f"a run of priority {min(more_urgent)} goes before its own, {item.priority}"
+                f"a run of priority {min(more_urgent)} is scheduled before its own, {item.priority}"
                 if more_urgent
-                else f"it needs {_slots(item.slots)}, more than are free"
+                else f"the trial needs {_slots(item.slots)}, more than are free"
             )
         else:
             placed[item.allocation_id] = found

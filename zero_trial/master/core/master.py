@@ -125,7 +125,9 @@ class MachineService:
                 holds = bool(numbers.intersection(run.slots)) or (slotless and not run.slots)
                 if run.state is not AllocationState.QUEUED and holds:
                     tx.note(
-                        run.trial_id, "WARNING", f"{why}: run {run.run_id} ends, and goes on when it is placed again"
+                        run.trial_id,
+                        "WARNING",
+                        f"{why}: run {run.run_id} ends, and continues when it is scheduled again",
                     )
                     tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.EVICTED)
             tx.reschedule()

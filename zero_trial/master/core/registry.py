@@ -192,24 +192,27 @@ def _named(found: Sequence[Any], name: str, kind: str) -> Any:
     for each in found:
         if each.name == name:
             return each
-    raise Invalid(f"there is no such {kind}", where=kind, got=name, expected=", ".join(each.name for each in found))
+    raise Invalid(f"the {kind} does not exist", where=kind, got=name, expected=", ".join(each.name for each in found))
 
 
 def _check_name(name: str) -> None:
     if not name or name != name.strip() or len(name) > _LONGEST_NAME or not name.isprintable():
-        raise Invalid(f"a name is 1 to {_LONGEST_NAME} printable characters without spaces around them", where="name")
+        raise Invalid(
+            f"a name must be 1 to {_LONGEST_NAME} printable characters, without leading or trailing spaces",
+            where="name",
+        )
 
 
 def _check_workspace_name(connection: sqlite3.Connection, name: str) -> None:
     _check_name(name)
     if any(each.name.lower() == name.lower() for each in user_rows.workspaces(connection)):
-        raise Conflict(f"workspace {name!r} exists already")
+        raise Conflict(f"workspace {name!r} already exists")
 
 
 def _check_project_name(known: Sequence[Project], workspace_id: int, name: str) -> None:
     _check_name(name)
     if any(each.workspace_id == workspace_id and each.name == name for each in known):
-        raise Conflict(f"project {name!r} exists already")
+        raise Conflict(f"project {name!r} already exists")
 
 
 def _key(known: Sequence[Project], name: str, wanted: str | None) -> str:
@@ -217,7 +220,7 @@ def _key(known: Sequence[Project], name: str, wanted: str | None) -> str:
     taken = {each.key for each in known}
     if wanted is not None:
         if not re.fullmatch("[A-Z0-9]{1,5}", wanted.upper()) or wanted.upper() in taken:
-            raise Invalid("a key is 1 to 5 letters and digits that no project has yet", where="key", got=wanted[:20])
+            raise Invalid("a key must be 1 to 5 letters and digits, and unique", where="key", got=wanted[:20])
         return wanted.upper()
     stem = re.sub("[^A-Z0-9]", "", name.upper())[:3] or "P"
     return next(key for key in (stem, *(f"{stem[: 5 - len(str(n))]}{n}" for n in range(1, 10**4))) if key not in taken)
@@ -233,7 +236,7 @@ def _changeable(found: _Place | None, name: str, user: User) -> _Place:
 
 def _require_own(number: int, kind: str) -> None:
     if number == FIRST:
-        raise Conflict(f"the {kind} {UNCATEGORIZED} stays as it is")
+        raise Conflict(f"the {kind} {UNCATEGORIZED} cannot be changed")
 
 
 def require_open(project: Project) -> None:
@@ -369,7 +372,7 @@ class RegistryService:
         _check_printable(name)
         with self._state.database.transaction() as connection:
             if user_rows.template(connection, name) is not None:
-                raise Conflict(f"template {name!r} exists already")
+                raise Conflict(f"template {name!r} already exists")
             made = {"name": name, "config": {}, "workspace_id": home, "user_id": user.id, **columns}
             _require_workspace(connection, made["workspace_id"])
             insert(connection, "templates", made)

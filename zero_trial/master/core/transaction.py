@@ -82,7 +82,7 @@ def transaction(state: MasterState) -> Iterator[Transaction]:
             try:
                 order()
             except Exception:  # the change is made; the other orders, and what waits for it, must not suffer
-                log.exception("an order could not be given to the agent")
+                log.exception("an order could not be passed to the agent")
     if tx.signal:
         with state.signaled:
             state.signaled.notify_all()
@@ -150,7 +150,7 @@ class Transaction:
             return
         policy, level, line = match.policy, "INFO", str(match)
         if policy.action == logs.CANCEL_RETRIES:
-            level, line = "WARNING", f"{match} therefore the trial is not started again if it fails"
+            level, line = "WARNING", f"{match} therefore the trial is not restarted if it fails"
         elif policy.action == logs.EXCLUDE_NODE:
             level, line = "ERROR", logs.why_excluded([match], self._state.nodes_of(run.slots)[0].name)
         if policy.name:
@@ -274,7 +274,7 @@ class Transaction:
             reason = f"pruned before launch: {why}"
             end = {"state": TrialState.ERROR, "ended": self.now, "pruned": 1, "reason": reason}
             trial_rows.change(self.connection, trial_id, **end)
-            self.note(trial_id, "ERROR", f"pruned before launch, these hyperparameters cannot be trained: {why}")
+            self.note(trial_id, "ERROR", f"pruned before launch because these hyperparameters cannot be trained: {why}")
             self._report_exit(trial, ExitReason.COMPLETED)
             return
         saved = checkpoint_rows.latest(self.connection, trial_id)
@@ -464,7 +464,7 @@ class Transaction:
         try:
             return pruning.reason(config, trial.hparams, context.files)
         except Exception:  # not known: the trial finds out
-            log.exception("a point of experiment %d cannot be checked before launch", trial.experiment_id)
+            log.exception("a point of experiment %d could not be checked before launch", trial.experiment_id)
             return None
 
     def _add_trial(self, experiment: Experiment, action: Create) -> int:

@@ -136,7 +136,7 @@ class TrialService:
             newest, before, unmanaged = existing(trial_rows.reached(tx.connection, trial_id), f"trial {trial_id}")
             if run_id != newest:
                 raise Invalid(
-                    "this run is not the trial's newest", where=f"trial {trial_id}", got=run_id, expected=newest
+                    "this run is not the trial's latest", where=f"trial {trial_id}", got=run_id, expected=newest
                 )
             at = tx.now if reported is None else reported
             report = MetricReport(trial_id, run_id, group, steps_completed, metrics, batch_metrics, at)
@@ -338,7 +338,7 @@ class TaskService:
                 left = until - time.monotonic()
                 ended = self.allocation(allocation_id).state is AllocationState.TERMINATED
                 if left <= 0 or ended or self._state.closed.is_set():
-                    raise Conflict(f"{len(sent)} of {peers} containers have come", fix="Repeat the request.")
+                    raise Conflict(f"{len(sent)} of {peers} containers have arrived", fix="Repeat the request.")
                 self._state.signaled.wait(min(left, _LOOK_SECONDS))
             return list(sent.values())
 

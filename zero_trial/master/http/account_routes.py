@@ -20,7 +20,7 @@ def _login(request: Request) -> Dict:
     body = request.body()
     name, password = body.get("username"), body.get("password", "")
     if not isinstance(name, str) or not isinstance(password, str):
-        raise Invalid("a login has a username and a password")
+        raise Invalid("a login needs a username and a password")
     user, token = request.master.accounts.login(name, password, is_hashed=bool(body.get("isHashed", False)))
     return {"token": token, "user": user_json(user)}
 
@@ -56,7 +56,7 @@ def _create_user(request: Request) -> Dict:
     body = request.body()
     asked = body.get("user")
     if not isinstance(asked, dict) or not isinstance(asked.get("username"), str):
-        raise Invalid("a new user has a username")
+        raise Invalid("a new user needs a username")
     if asked.get("remote"):
         raise Unsupported("remote users (of single sign-on) are not supported; give the user a password")
     made = request.master.accounts.add_user(
@@ -85,7 +85,7 @@ def _changes(body: dict[str, Any]) -> dict[str, Any]:
     """Return the columns that a body changes. Raises Invalid."""
     name = text_in(body, "username")
     if name is not None and not name.strip():
-        raise Invalid("username must be a text")
+        raise Invalid("username must be a non-empty string")
     columns: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "name": ("username", str),
         "active": ("active", bool),

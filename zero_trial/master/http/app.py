@@ -125,7 +125,7 @@ class Application:
             return failure(500, str(error))
         except Exception as error:
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                return self._unavailable(head, f"the disk of the master is full: {error}", full=True)
+                return self._unavailable(head, f"the master's disk is full: {error}", full=True)
             log.exception("%s %s failed", head.method, head.path)
             return failure(500, f"{type(error).__name__} in the master; its log has the traceback")
 
@@ -138,13 +138,15 @@ class Application:
         found = self._router.find(method, split_path(head.path))
         principal = self._principal(head, found)
         if principal is None:
-            return failure(401, "this needs a token: see 'zero-trial master up --env'")
+            return failure(401, "this request needs a token: see 'zero-trial master up --env'")
         if found is None:
-            log.warning("no route for %s %s (asked by %s)", head.method, head.path[:200], principal.name)
+            log.warning("no route for %s %s (requested by %s)", head.method, head.path[:200], principal.name)
             why, asked = why_unsupported(head.path), f"{head.method} {head.path[:200]}"
             if why is not None:
                 return failure(501, why)
-            return failure(404, f"{asked} is not known to the embedded master, which answers det, the SDK and trials")
+            return failure(
+                404, f"{asked} is not supported by the embedded master, which serves det, the SDK and trials"
+            )
         numbers = {name: whole(found.args[name], name) for name in found.numbers}
         self._scope(found, numbers, principal)
         with self._place_for_body(head, found):
@@ -197,7 +199,7 @@ class Application:
             yield
             return
         if not places.acquire(timeout=60):
-            raise Unavailable("other large requests are being handled", full=False, fix="Send this one again.")
+            raise Unavailable("other large requests are in progress", full=False, fix="Retry this request.")
         try:
             yield
         finally:
@@ -237,9 +239,9 @@ def all_routes() -> Iterator[Route]:
 
 # -- what is not supported: one line for each part of the API
 
-_NO_TASKS = "notebooks, shells, commands and TensorBoard tasks are not run by the embedded master"
-_PLAIN = "run the program itself; it is on this machine"
-_NO_ROLES = "there are no roles, groups and policies in the embedded master, only users and administrators"
+_NO_TASKS = "the embedded master does not run notebooks, shells, commands or TensorBoard tasks"
+_PLAIN = "run the program directly; it is on this machine"
+_NO_ROLES = "the embedded master has no roles, groups or policies, only users and administrators"
 
 _UNSUPPORTED: Mapping[str, str] = {
     "/api/v1/notebooks": f"{_NO_TASKS}: {_PLAIN}",
@@ -254,23 +256,23 @@ _UNSUPPORTED: Mapping[str, str] = {
     "/api/v1/permissions": _NO_ROLES,
     "/api/v1/config-policies": _NO_ROLES,
     "/api/v1/tokens": "access tokens are not created over HTTP: the local user's token is in the master's directory",
-    "/api/v1/workspaces": "workspaces of the embedded master have no namespaces, quotas, roles and pins",
-    "/api/v1/resource-pools": "resource pools cannot be bound to any workspace: each serves all",
-    "/api/v1/resources": "the embedded master keeps no account of used resources",
-    "/resources": "the embedded master keeps no account of used resources",
-    "/api/v1/master/config": "the master's configuration is given to 'zero-trial master up'",
+    "/api/v1/workspaces": "workspaces of the embedded master have no namespaces, quotas, roles or pins",
+    "/api/v1/resource-pools": "resource pools cannot be bound to a workspace: each pool serves all workspaces",
+    "/api/v1/resources": "the embedded master does not record resource usage",
+    "/resources": "the embedded master does not record resource usage",
+    "/api/v1/master/config": "the master's configuration is passed to 'zero-trial master up'",
     "/api/v1/master/cluster_message": "the embedded master has no message of the day",
-    "/api/v1/tasks": "tasks are steered through their experiment: det experiment pause, activate, kill",
+    "/api/v1/tasks": "tasks are controlled through their experiment: det experiment pause, activate, kill",
     "/api/v1/cleanup_logs": "logs are deleted with their experiment, not before",
     "/api/v1/trial-source-info": "the embedded master does not track which trial used which checkpoint",
     "/oauth2": "the embedded master has no single sign-on",
-    "/proxy": "ports of tasks are not forwarded: they are on this machine",
+    "/proxy": "ports of tasks are not forwarded: the tasks run on this machine",
 }
 _UNSUPPORTED_ENDINGS: Mapping[str, str] = {
     "/metrics": "the embedded master does not track which trial used which checkpoint",
     "/retain_logs": "logs are kept until their experiment is deleted",
     "/tensorboard-files": "TensorBoard files are deleted with their experiment, not before",
-    "/proxy_address": "ports of tasks are not forwarded: they are on this machine",
+    "/proxy_address": "ports of tasks are not forwarded: the tasks run on this machine",
 }
 
 

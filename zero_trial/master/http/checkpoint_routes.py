@@ -66,7 +66,7 @@ def _sorted(request: Request, found: list[Checkpoint], experiment_id: int) -> li
     if attribute in ("", "SORT_BY_UNSPECIFIED"):
         attribute = "SORT_BY_TRIAL_ID"
     if attribute not in _KEYS:
-        raise Invalid("sortByAttr is none of Determined's SORT_BY_ names", got=attribute[:60])
+        raise Invalid("sortByAttr is not one of Determined's SORT_BY_ names", got=attribute[:60])
     key: Callable[[Checkpoint], Any] = (
         _KEYS[attribute] if not metric else lambda each: number_of(each.validation_metrics, metric)
     )
@@ -109,12 +109,12 @@ def _report(request: Request) -> None:
     request.own(allocation_id=name, task_id=body.get("taskId"))
     metadata, resources, uuid = body.get("metadata"), body.get("resources"), body.get("uuid")
     if not isinstance(name, str) or not isinstance(body.get("taskId"), str):
-        raise Invalid("a checkpoint has a taskId, and an allocationId if it has one")
+        raise Invalid("a checkpoint needs a taskId, and an allocationId if it has one")
     if not isinstance(uuid, str) or not isinstance(metadata, dict) or not isinstance(resources, dict):
-        raise Invalid("a checkpoint has a uuid, metadata and resources")
+        raise Invalid("a checkpoint needs a uuid, metadata and resources")
     state = str(body.get("state", "STATE_COMPLETED")).removeprefix("STATE_")
     if state not in CheckpointState.__members__:
-        raise Invalid("state is none of Determined's checkpoint states", got=state[:60])
+        raise Invalid("state is not one of Determined's checkpoint states", got=state[:60])
     reported, storage = body.get("reportTime"), body.get("storageId")
     request.master.checkpoints.report(
         Checkpoint(
@@ -140,7 +140,7 @@ def _patch(request: Request) -> None:
     for change in changes:
         uuid, wrapped = change.get("uuid"), change.get("resources")
         if not isinstance(uuid, str):
-            raise Invalid("a change of a checkpoint has no uuid")
+            raise Invalid("a change of a checkpoint needs a uuid")
         request.own(experiment_id=request.master.checkpoints.get(uuid).experiment_id)
         if isinstance(wrapped, dict):
             files = _sizes(wrapped.get("resources") or {})
@@ -267,7 +267,7 @@ def _workspaces(request: Request) -> set[int] | None:
 def _key(request: Request, keys: dict[str, Callable[[Any], Any]]) -> Callable[[Any], Any]:
     asked = request.first("sortBy") or "SORT_BY_UNSPECIFIED"
     if asked not in keys:
-        raise Invalid("sortBy is none of Determined's names", got=asked[:60], expected=", ".join(keys))
+        raise Invalid("sortBy is not one of Determined's names", got=asked[:60], expected=", ".join(keys))
     return keys[asked]
 
 
@@ -287,7 +287,7 @@ def _create_model(request: Request) -> Dict:
     body = request.body()
     words = _words(body)
     if "name" not in words:
-        raise Invalid("a model has a name")
+        raise Invalid("a model needs a name")
     place = _workspace(request, body)
     made = request.master.registry.create(words, request.user, FIRST if place is None else place)
     return {"model": model_json(made)}
@@ -323,7 +323,7 @@ def _register(request: Request) -> Dict:
     body = request.body()
     uuid = body.get("checkpointUuid")
     if not isinstance(uuid, str):
-        raise Invalid("a version of a model has a checkpointUuid")
+        raise Invalid("a model version needs a checkpointUuid")
     made = request.master.registry.register(request.args["modelName"], uuid, _words(body), request.user)
     return {"modelVersion": version_json(made)}
 

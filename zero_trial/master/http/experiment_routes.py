@@ -43,10 +43,10 @@ def _put(request: Request) -> Dict:
     """Create an unmanaged experiment, or find the one of this name."""
     body = request.body()
     if not body.get("unmanaged"):
-        raise Invalid("only unmanaged experiments have an external id", where="unmanaged")
+        raise Invalid("only unmanaged experiments can have an external id", where="unmanaged")
     new = _new(request, body)
     if new.parent_id is not None:
-        raise Invalid("an unmanaged experiment has no parent", where="parentId")
+        raise Invalid("an unmanaged experiment cannot have a parent", where="parentId")
     new = replace(new, external_id=external_id(request.args["externalExperimentId"]))
     answer = request.master.experiments.create(new)
     return {"experiment": _render(request, answer.experiment), "config": answer.config}
@@ -243,7 +243,7 @@ def _preview_search(request: Request) -> Dict:
 def _required_text(body: Mapping[str, Any], name: str) -> str:
     value = text_in(body, name)
     if value is None:
-        raise Invalid(f"{name} must be a text")
+        raise Invalid(f"{name} must be a string")
     return value
 
 

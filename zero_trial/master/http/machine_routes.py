@@ -149,9 +149,9 @@ def _update_jobs(request: Request) -> None:
         if not isinstance(name, str) or name not in numbers:
             raise NotFound(f"job {str(name)[:60]!r} is not in the queue")
         if update.get("aheadOf") or update.get("behindOf"):
-            raise Unsupported("jobs are not moved ahead of or behind others; give the job another priority")
+            raise Unsupported("jobs cannot be moved ahead of or behind others; change the job's priority instead")
         if update.get("resourcePool"):
-            raise Unsupported("jobs stay in their resource pool")
+            raise Unsupported("jobs cannot change their resource pool")
     changes = [resource_changes(update) for update in updates]
     for update, change in zip(updates, changes, strict=True):
         request.master.experiments.patch(numbers[update["jobId"]], ExperimentPatch(resources=change))
@@ -298,7 +298,7 @@ def _stream(
         if why:
             raise Invalid(f"searchText is not a regular expression (RE2 syntax): {why}")
         if pattern.programsize > _LARGEST_PROGRAM:
-            raise Invalid("searchText is too large a regular expression", fix="Use fewer and smaller repetitions.")
+            raise Invalid("the regular expression in searchText is too large", fix="Use fewer and smaller repetitions.")
         lines_read = read(replace(asked, limit=None))  # the limit counts lines that pass every filter
         everything = (line for line in lines_read if line is None or pattern.search(line.message) is not None)
         found = islice(everything, asked.limit) if asked.limit is not None else everything
@@ -359,7 +359,7 @@ def _task_logs(request: Request) -> Response | StreamingResponse:
 def _master_logs(request: Request) -> Response | StreamingResponse:
     """Return entries of the master's log; a negative offset counts from the end."""
     if request.query_flag("follow"):
-        return failure(501, "the master's log is not followed over HTTP: run 'zero-trial master logs'")
+        return failure(501, "the master's log cannot be followed over HTTP: run 'zero-trial master logs'")
     entries = list(_entries(request.master.machine.log_file))
     offset, limit = request.query_number("offset"), request.query_number("limit")
     kept = entries[offset:] if offset < 0 else entries[min(offset, len(entries)) :]
@@ -400,7 +400,7 @@ def _post_logs(request: Request) -> None:
             raise Invalid("logs must be a list of lines")
         task_id = line.get("task_id")
         if not isinstance(task_id, str):
-            raise Invalid("a log line has no task_id")
+            raise Invalid("a log line needs a task_id")
         request.own(task_id=task_id)
         rank = line.get("rank", line.get("rankId"))
         line = {**line, "rankId": None if rank is None else whole(rank, "rankId")}

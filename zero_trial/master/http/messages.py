@@ -112,7 +112,7 @@ class Request:
     def user(self) -> User:
         """Return the sender. Raises PermissionDenied for an allocation."""
         if self.principal.user is None:
-            raise PermissionDenied("this needs a user's token")
+            raise PermissionDenied("this request needs a user's token")
         return self.principal.user
 
     def user_ids(self) -> dict[str, int]:
@@ -258,14 +258,14 @@ def text_in(body: Mapping[str, Any], name: str) -> str | None:
     """Return a text of a body; None if it is not there. Raises Invalid."""
     value = body.get(name)
     if not isinstance(value, str | None):
-        raise Invalid(f"{name} must be a text")
+        raise Invalid(f"{name} must be a string")
     return value
 
 
 def texts(value: Any, name: str) -> list[str]:
     """Return the texts of a list, each once. Raises Invalid."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise Invalid(f"{name} must be a list of texts")
+        raise Invalid(f"{name} must be a list of strings")
     return list(dict.fromkeys(value))
 
 
@@ -336,12 +336,12 @@ def refuse_foreign(head: RequestHead, hosts: Collection[str]) -> Response | None
         hosts: how this server is called: name and port.
     """
     if head.headers.get("host", "").lower() not in hosts:
-        return failure(403, "the Host header does not name this server")
+        return failure(403, "the Host header does not match this server")
     origin = head.headers.get("origin")
     if origin is not None and origin.lower() not in {f"http://{host}" for host in hosts}:
-        return failure(403, "requests from other origins are not answered")
+        return failure(403, "requests from other origins are rejected")
     if head.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        return failure(403, "requests from other sites are not answered")
+        return failure(403, "requests from other sites are rejected")
     return None
 
 
@@ -415,7 +415,7 @@ def _file(path: Path, name: str) -> Iterator[bytes]:
         while left:
             data = stream.read(min(_PIECE, left))
             if not data:
-                raise OSError(f"{name} became shorter while it was read")
+                raise OSError(f"{name} was truncated while it was being read")
             left -= len(data)
             yield data
     yield bytes(-info.size % tarfile.BLOCKSIZE)

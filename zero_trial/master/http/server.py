@@ -142,7 +142,7 @@ def _head_of(environ: Mapping[str, Any]) -> RequestHead:
 def _body(environ: Mapping[str, Any], length: int, limit: int) -> bytes:
     """Return the body, at most ``limit`` bytes. Raises BadRequest."""
     if length > limit:
-        raise BadRequest(413, f"the body has {length} bytes, at most {limit} are accepted here")
+        raise BadRequest(413, f"the body has {length} bytes; at most {limit} are accepted here")
     body: bytes = environ["wsgi.input"].read(length)
     return body
 
@@ -158,7 +158,7 @@ def _pieces(answer: StreamingResponse, gone: Callable[[], bool]) -> Iterator[byt
                 elif gone():
                     return
         except Exception:
-            log.exception("a stream broke off")
+            log.exception("a stream was interrupted")
             raise
 
 
@@ -173,6 +173,6 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ZeroTrialError(
             f"cannot listen: {error.strerror}",
             where=f"{host}:{port}",
-            fix="Choose another port, or 0 for any that is free.",
+            fix="Choose another port, or 0 for any free port.",
         ) from None
     return sock

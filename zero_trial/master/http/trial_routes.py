@@ -85,15 +85,15 @@ def _report_metrics(request: Request) -> None:
     body = request.body()
     report, group = body.get("metrics"), body.get("group")
     if not isinstance(report, dict) or not isinstance(group, str) or not group:
-        raise BadRequest(400, "a report has a group and metrics")
+        raise BadRequest(400, "a report needs a group and metrics")
     values = report.get("metrics")
     averages = values.get("avgMetrics") if isinstance(values, dict) else None
     number = request.number
     if not isinstance(values, dict) or not isinstance(averages, dict) or report.get("trialId", number) != number:
-        raise BadRequest(400, "a report has metrics.avgMetrics and the trial's own id")
+        raise BadRequest(400, "a report needs metrics.avgMetrics and the trial's own id")
     batches = values.get("batchMetrics")
     if batches is not None and not (isinstance(batches, list) and all(isinstance(batch, dict) for batch in batches)):
-        raise BadRequest(400, "metrics.batchMetrics is a list of objects, one of each batch")
+        raise BadRequest(400, "metrics.batchMetrics must be a list of objects, one per batch")
     steps, reported = report.get("stepsCompleted"), report.get("reportTime")
     request.master.trials.report_metrics(
         number,
@@ -157,7 +157,7 @@ def _put(request: Request) -> Dict:
 def _unmanaged(request: Request, body: Mapping[str, Any], name: str | None = None) -> Dict:
     hparams = body.get("hparams")
     if not body.get("unmanaged"):
-        raise Invalid("only unmanaged trials are created from outside", where="unmanaged")
+        raise Invalid("only unmanaged trials can be created from outside", where="unmanaged")
     if not isinstance(hparams, dict | None):
         raise Invalid("hparams must be an object")
     number = whole(body.get("experimentId"), "experimentId")
@@ -167,7 +167,7 @@ def _unmanaged(request: Request, body: Mapping[str, Any], name: str | None = Non
 def external_id(value: Any) -> str:
     """Return a name that its user has given to an unmanaged experiment or trial. Raises Invalid."""
     if not isinstance(value, str) or not value or len(value) > 256 or not value.isprintable():
-        raise Invalid("an external id is 1 to 256 printable characters", got=repr(value)[:60])
+        raise Invalid("an external id must be 1 to 256 printable characters", got=repr(value)[:60])
     return value
 
 
@@ -180,7 +180,7 @@ def _patch(request: Request) -> Dict:
     """Take a heartbeat of an unmanaged trial, with its state or without."""
     state = request.body().get("state")
     if not isinstance(state, str | None):
-        raise Invalid("state must be a text")
+        raise Invalid("state must be a string")
     name = None if state is None else state.removeprefix("STATE_")
     return {"trial": trial_json(request.master.unmanaged.patch(request.number, name))}
 

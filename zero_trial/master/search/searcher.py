@@ -544,7 +544,7 @@ def _number(metrics: Mapping[str, Any], name: str, where: str) -> float:
 def _missing(name: str, where: str, value: Any, metrics: Mapping[str, Any] | None = None) -> MetricMissing:
     there = ", ".join(sorted(metrics)) if metrics else "no metrics"
     got = f"{there} in the validation metrics" if value is None else repr(value)
-    return MetricMissing(f'the validation has no number "{name}"', where=where, got=got)
+    return MetricMissing(f'the validation metrics contain no number named "{name}"', where=where, got=got)
 
 
 SEARCHERS: Mapping[str, type[Searcher]] = MappingProxyType(

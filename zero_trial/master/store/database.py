@@ -237,9 +237,9 @@ LARGEST_WAL = 8 * 1024 * 1024
 
 _BUSY_SECONDS = 5.0  # that a connection waits for another program's lock
 _FAULTS = {  # SQLite's words -> what has happened, whether a disk is full, and what to do
-    "is full": ("the disk of the master is full", True, "Free space on it; running trials go on meanwhile."),
-    "is locked": ("another program has locked the master's store", False, "End the program that has it open."),
-    "disk I/O error": ("the disk of the master fails", False, "Look at the system's log, and repair the disk."),
+    "is full": ("the master's disk is full", True, "Free space on it; running trials continue in the meantime."),
+    "is locked": ("another program has locked the master's store", False, "Close the program that has the store open."),
+    "disk I/O error": ("the master's disk failed", False, "Check the system's log, and repair the disk."),
 }
 _READERS = 16  # connections that read at a time; SQLite caches up to 2 MiB of pages for each
 
@@ -329,7 +329,7 @@ def _require_schema(connection: sqlite3.Connection, path: Path) -> None:
             where=str(path),
             got=f"schema {version}",
             expected=f"schema {SCHEMA_VERSION}",
-            fix="Use the version that wrote it (master.log next to it names it), or another --root.",
+            fix="Use the version that wrote it (see master.log next to it), or another --root.",
         )
 
 
@@ -344,7 +344,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
         raise ConfigError(
             "master's store not found",
             where=str(path),
-            fix="Start one with zero-trial master up, or give --root of the one that there is.",
+            fix="Start one with zero-trial master up, or pass the --root of an existing master.",
         )
     try:
         with closing(

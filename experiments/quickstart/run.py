@@ -59,7 +59,7 @@ class Created:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Run the quickstart experiment on a master of its own.")
+    parser = argparse.ArgumentParser(description="Run the quickstart experiment on its own master.")
     parser.add_argument("config", nargs="?", type=Path, default=CONFIG)
     parser.add_argument("model", nargs="?", type=Path, default=MODEL)
     parser.add_argument("--root", type=Path, default=PROJECT / "runs" / "master", help="the master's folder")
@@ -135,8 +135,8 @@ def _summary(experiment: str, code: int, seconds: float, root: Path, *, kept: bo
     print("\nnext:")
     if (BIN / "activate").is_file() and str(BIN) not in os.environ.get("PATH", "").split(os.pathsep):
         print(f"  source {_shown(BIN)}/activate                          # zero-trial and det")
-    again = "where this master is" if kept else "this master again, and where it is"
-    print(f'  eval "$(zero-trial master up --root {_shown(root)} --env)"  # tells det: {again}')
+    again = "points det to this master" if kept else "starts this master again, and points det to it"
+    print(f'  eval "$(zero-trial master up --root {_shown(root)} --env)"  # {again}')
     print(f"  det experiment describe {experiment}")
     print("  det experiment create -f experiments/adaptive_asha/adaptive.yaml model_defs/gpt   # a search")
     print("  zero-trial run experiments/quickstart/const.yaml model_defs/gpt                   # without any master")

@@ -185,7 +185,9 @@ class LibraryT5(nn.Module):
         left_out = self.t5.load_state_dict(own.state_dict(), strict=False)
         tied = {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"}
         if left_out.unexpected_keys or set(left_out.missing_keys) - tied:
-            raise ConfigError("transformers' T5 has other parameters than ours", where="LibraryT5", got=left_out)
+            raise ConfigError(
+                "transformers' T5 has different parameters than this model", where="LibraryT5", got=left_out
+            )
 
     def forward(self, source: Tensor, inputs: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
         known = {"input_ids": source} if memory is None else {"encoder_outputs": (memory,)}

@@ -85,9 +85,9 @@ def translation_pairs(
     """
     where = "data.dataset"
     if dataset not in DATASETS:
-        raise DataError("there is no such dataset", where=where, got=repr(dataset), expected=", ".join(DATASETS))
+        raise DataError("the dataset does not exist", where=where, got=repr(dataset), expected=", ".join(DATASETS))
     if len(languages) != 2 or not all(isinstance(name, str) and name for name in languages):
-        raise DataError("two languages are needed", where="data.languages", got=languages, expected="[en, fr]")
+        raise DataError("two languages are required", where="data.languages", got=languages, expected="[en, fr]")
     start, goal = languages
     instead_of = ""
     if source is not None:
@@ -206,7 +206,7 @@ def _parallel_files(source: str | Path, languages: Sequence[str]) -> list[list[P
         texts = [file.read_text(encoding="utf-8").splitlines() for file in (path, other)]
         if len(texts[0]) != len(texts[1]):
             raise DataError(
-                "parallel files have as many lines as each other",
+                "parallel files must have the same number of lines",
                 where=f"data.source {folder.name!r}",
                 got=f"{path.name} with {len(texts[0])} lines, {other.name} with {len(texts[1])}",
             )

@@ -83,11 +83,9 @@ def test_masters_are_what_is_taken_unless_the_models_weights_are_asked_for() -> 
         "blocks.10.w": "bfloat16",
         "mean": "float32",
     }
-    assert plan.took == "weights as the model computes with them, bfloat16, rounded from their masters"
+    assert plan.took == "weights in the dtype that the model computes with, bfloat16, rounded from their masters"
     assert kinds_text(item.dtype for item in plan.items) == "bfloat16, float32"
-    assert plan_export(inventory(dtypes={})).took == (
-        "weights as they are stored, float32; the checkpoint has no masters"
-    )
+    assert plan_export(inventory(dtypes={})).took == ("weights as stored, float32; the checkpoint has no masters")
     assert "does not say in which dtype" in plan_export(inventory()).took
     assert plan_export(inventory(without_frozen=True)).took.endswith(
         "; frozen parameters were left out when it was saved"
@@ -117,7 +115,7 @@ def test_shards_hold_at_most_the_limit_or_one_tensor(limit: int | None, counts: 
 def test_parts_are_exported_one_by_one() -> None:
     parted = take_inventory(manifest(("part0of2/param/w", "part1of2/param/w")))
     with pytest.raises(
-        ConfigError, match=r"parallel itself.*got 2 parts\. Export each by itself: --part 0 to --part 1"
+        ConfigError, match=r"parallel itself.*got 2 parts\. Export each part separately: --part 0 to --part 1"
     ):
         plan_export(parted)
     assert [plan_export(parted, part=part).items[0].stored for part in (0, 1)] == [
@@ -276,7 +274,7 @@ def test_memory_stays_at_a_few_chunks(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_weights_that_are_there_stay(tmp_path: Path, there: str) -> None:
     (tmp_path / there).write_text("mine")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=f"weights already: got .*{there}"):
+    with pytest.raises(ConfigError, match=f"already contains weights: got .*{there}"):
         file_names(tmp_path, 1)
     (tmp_path / there).unlink()
     assert file_names(tmp_path, 1) == [tmp_path / "model.safetensors"]
@@ -286,7 +284,7 @@ def test_places_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="this is a file"):
         file_names(tmp_path / "file", 1)
-    with pytest.raises(ConfigError, match="one file cannot be several shards"):
+    with pytest.raises(ConfigError, match="a single file cannot have several shards"):
         file_names(tmp_path / "x.safetensors", 2)
 
 
@@ -303,7 +301,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return real(self, *args)
 
     monkeypatch.setattr(DurableFiles, method, fail)
-    with pytest.raises(CheckpointError, match="cannot be written: got No space left"):
+    with pytest.raises(CheckpointError, match="could not be written: got No space left"):
         export(folder, tmp_path / "out", shard_bytes=100)
     assert not (tmp_path / "out").exists()
 

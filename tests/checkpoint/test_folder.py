@@ -60,7 +60,7 @@ def test_a_checkpoint_that_lost_its_manifest_is_reported(tmp_path: Path) -> None
     (tmp_path / "c.tmp-host-1-2" / "rank-00000.safetensors").write_bytes(b"")
     said: list[str] = []
     assert [found.tag for found in list_checkpoints(tmp_path, said.append)] == ["a"]
-    assert said == [f"{tmp_path / 'b'}: a checkpoint has lost its manifest.json"]
+    assert said == [f"{tmp_path / 'b'}: a checkpoint without its manifest.json"]
 
 
 def test_an_unknown_tag_lists_what_there_is(tmp_path: Path) -> None:
@@ -156,8 +156,8 @@ def test_what_is_broken_is_said_and_is_not_the_latest(tmp_path: Path) -> None:
     faults = {one.folder.name: one.fault or "" for one in shelf.saved}
     assert "a file is missing" in faults["step-000005"] and "rank-00000" in faults["step-000005"]
     assert "the manifest is damaged" in faults["step-000004"]
-    assert "metadata.json: a part of the checkpoint cannot be read: got it is missing" in faults["step-000003"]
-    assert "model0: there is no manifest" in faults["step-000002"] and faults["step-000001"] == ""
+    assert "metadata.json: a part of the checkpoint cannot be read: got the file is missing" in faults["step-000003"]
+    assert "model0: the manifest is missing" in faults["step-000002"] and faults["step-000001"] == ""
 
 
 def test_what_a_killed_save_leaves_is_left_over(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_where_there_is_none(tmp_path: Path, kind: str) -> None:
         place.write_text("")
     if kind == "empty":
         place.mkdir()
-    with pytest.raises(ConfigError, match=r"no such folder|is a file|no checkpoints here"):
+    with pytest.raises(ConfigError, match=r"folder does not exist|is a file|no checkpoints were found"):
         inspect_folder(place)
 
 

@@ -118,10 +118,10 @@ def test_another_model_is_described_in_one_message(tmp_path: Path) -> None:
     ("change", "what"),
     [
         (lambda path: path.unlink(), "a file is missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "a file is cut short or grown"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "a file is cut short or grown"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "the file has the wrong size"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "the file has the wrong size"),
         # a pickle instead of a file is never executed
-        (lambda path: path.write_bytes(b"cbuiltins\nexec\n(S'raise SystemExit(99)'\ntR."), "cut short or grown"),
+        (lambda path: path.write_bytes(b"cbuiltins\nexec\n(S'raise SystemExit(99)'\ntR."), "the wrong size"),
     ],
 )
 def test_a_missing_file_and_one_of_another_size_are_named(
@@ -201,7 +201,7 @@ def test_every_byte_of_a_file_belongs_to_one_tensor(header: str, size: int, tmp_
     path = tmp_path / "w.safetensors"
     text = f"{{{header}}}".encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
         WeightsReader(path)
 
 
@@ -229,7 +229,7 @@ def test_a_git_lfs_pointer_is_named(tmp_path: Path) -> None:
         assert error.value.where == str(file) and "git lfs pull" in str(error.value.fix)
     for text in ("version https://example.com/", "version ", pointer[:30]):
         file.write_text(text)
-        with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        with pytest.raises(CheckpointError, match="not a complete safetensors file"):
             WeightsReader(file)
 
 

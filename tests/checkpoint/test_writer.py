@@ -256,7 +256,7 @@ def test_a_folder_of_the_user_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "models" / "thesis.txt").write_text("years of work")
     (tmp_path / "notes").write_text("a file")
     for tag in ("models", "notes"):
-        with pytest.raises(CheckpointError, match="not a checkpoint"):
+        with pytest.raises(CheckpointError, match="another file or folder has the name"):
             save_alone(tmp_path, tag, 1)
     assert (tmp_path / "models" / "thesis.txt").read_text() == "years of work"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["models", "notes"]

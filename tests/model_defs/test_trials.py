@@ -126,7 +126,7 @@ def test_adapters_on_a_base_in_four_bits_learn(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_reads_letters_of_fonts_that_it_never_saw(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="there are no fonts to draw with")
+    pytest.importorskip("matplotlib", reason="no fonts were found")
     data = {"characters": "ABCEX", "variants": 2, "validation_variants": 8}
     sizes = {"size": 16, "width": 8, "hidden": 32, "dropout": 0.0}
     file = written(tmp_path, "model_def:LetterTrial", 60, sizes, data, ranks=2)
@@ -189,7 +189,7 @@ image_data = import_from("image_pipeline", "data")
 
 
 def test_letters_of_fonts_that_training_never_sees_or_a_folder_of_images(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="there are no fonts to draw with")
+    pytest.importorskip("matplotlib", reason="no fonts were found")
     pil = pytest.importorskip("PIL.Image")
     for kind in ("cat", "dog"):
         (tmp_path / kind).mkdir()

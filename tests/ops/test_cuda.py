@@ -135,7 +135,7 @@ def test_a_kernel_that_does_not_compile_is_said_once(
     backend = emulator.cuda()
 
     def refuse(kernel: object, arch: int) -> bytes:
-        raise KernelUnavailable("update.cu does not compile: error: no such thing")
+        raise KernelUnavailable("update.cu failed to compile: error: no such thing")
 
     backend.image, backend.strict = refuse, False
     monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda: Backend(backend))

@@ -64,5 +64,5 @@ def test_a_step_on_a_flat_gradient_rounds_the_new_weight() -> None:
 
 def test_numbers_that_make_no_sense_are_refused() -> None:
     for wrong in ({"lr": -1.0}, {"momentum": 1.0}, {"weight_decay": -0.1}, {"ns_steps": 0}):
-        with pytest.raises(ConfigError, match="Muon cannot use these numbers"):
+        with pytest.raises(ConfigError, match="Muon does not accept these values"):
             Muon([{"params": [nn.Parameter(drawn(2, 2))], "use_muon": True, **wrong}])

@@ -93,7 +93,7 @@ def test_one_contiguous_tensor_is_sent_where_it_lies():
 
 
 def test_what_cannot_travel_is_named_with_its_place():
-    with pytest.raises(TrialError, match=r"a layer's output\[1\]\['k'\]: this value cannot travel .*: got set"):
+    with pytest.raises(TrialError, match=r"a layer's output\[1\]\['k'\]: this value cannot be sent .*: got set"):
         to_payload((torch.ones(1), {"k": {1, 2}}))
     with pytest.raises(TrialError, match=r"the label, which is sent with the output\['k'\]: .*: got set"):
         to_payload(WithLabel(torch.ones(1), {"k": {1, 2}}))

@@ -190,7 +190,7 @@ def test_a_value_that_cannot_be_sent_is_refused_between_all_chunks(name: str, st
     found, _, _ = perform(schedule, model, options=StepOptions(training, F.mse_loss))
     for error in found:
         assert isinstance(error, TrialError | PeerFailed)
-        assert f"this value cannot travel between pipeline stages: got {kind}" in str(error)
+        assert f"this value cannot be sent between pipeline stages: got {kind}" in str(error)
 
 
 def test_evaluation_keeps_all_outputs():

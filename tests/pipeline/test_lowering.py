@@ -136,7 +136,7 @@ def test_what_other_policies_move(policy: ZeroPolicy, name: str, volume: float):
 @pytest.mark.parametrize(
     ("stage", "parameters", "reduction", "message"),
     [
-        (2, ParameterLifetime.HOLD, None, r"freed at ZeRO stage 3 only: got hold"),
+        (2, ParameterLifetime.HOLD, None, r"only freed at ZeRO stage 3: got hold"),
         (1, None, ReductionTiming.MICRO, r"saves nothing: got micro, expected boundary"),
     ],
 )

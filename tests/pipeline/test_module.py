@@ -97,7 +97,7 @@ def test_building_again_changes_the_part():
 def test_parts_that_do_not_follow_each_other_cannot_be_called():
     module = PipelineModule(layers())
     module.build(ChunkPlacement.v(2), 0)
-    with pytest.raises(TrialError, match=r"this rank's layers do not follow each other: got chunks \[0, 3\] of 4"):
+    with pytest.raises(TrialError, match=r"this rank's layers are not consecutive: got chunks \[0, 3\] of 4"):
         module(torch.tensor([1]))
 
 
@@ -115,7 +115,7 @@ def test_shared_parameters_on_two_parts_are_refused():
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
     module = PipelineModule([first, nn.ReLU(), second], partition_method="uniform")
-    with pytest.raises(ConfigError, match=r"share a parameter: got layers 0 and 2\. Describe both by TiedLayerSpec"):
+    with pytest.raises(ConfigError, match=r"share a parameter: got layers 0 and 2\. Define both with TiedLayerSpec"):
         module.build(ChunkPlacement.loop(2), 0)
     module.build(ChunkPlacement.loop(1), 0)
 
@@ -226,7 +226,7 @@ def test_what_is_not_there():
     topology = ProcessTopology(axes=["pipe", "data"], dims=[2, 2])
     with pytest.raises(ConfigError, match="get_rank needs every axis"):
         topology.get_rank(pipe=0)
-    with pytest.raises(ConfigError, match="no rank is at this coordinate"):
+    with pytest.raises(ConfigError, match="no rank has this coordinate"):
         topology.get_rank(pipe=0, data=2)
     with pytest.raises(ConfigError, match="no such rank in the topology: got 4, expected 0 to 3"):
         topology.get_coord(4)

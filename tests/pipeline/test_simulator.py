@@ -145,20 +145,20 @@ def swapped(schedule: Schedule, rank: int, first: str, second: str) -> Schedule:
     return with_row(schedule, rank, [other.get(action, action) for action in schedule.rows[rank]])
 
 
-FOREIGN = "this is done twice, or not a part of this rank's step"
-BEFORE = "what this needs has not been done: expected "
+FOREIGN = "this action was already done, or does not belong to this rank's step"
+BEFORE = "a prerequisite of this action has not been done: expected "
 WRONG: dict[str, tuple[Callable[[], Schedule], str]] = {
     "a dropped send": (lambda: rows("0F0", "1RECV_F0 1F0"), r"mine: deadlock: .*: got rank 1 at action 0, 1RECV_F0\."),
     "a lost message": (lambda: rows("0F0 0SEND_F0", "1F0"), f"rank 1, action 0, 1F0: {BEFORE}1RECV_F0"),
     "messages that overtake": (
         lambda: rows("0F0 0F1 0SEND_F1 0SEND_F0", "1RECV_F0 1F0 1RECV_F1 1F1", micro_batches=2),
-        r"rank 1, action 0, 1RECV_F0: 1RECV_F1 of rank 0 comes first",
+        r"rank 1, action 0, 1RECV_F0: 1RECV_F1 of rank 0 arrives first",
     ),
     "a doubled computation": (lambda: rows("0F0 0F0"), f"rank 0, action 1, 0F0: {FOREIGN}"),
     "a send to no rank": (lambda: rows("0F0 0SEND_F0"), FOREIGN),
     "a chunk of another rank": (lambda: rows("1F0"), FOREIGN),
     "no such micro-batch": (lambda: rows("0F1"), FOREIGN),
-    "a missing computation": (lambda: rows("0F0", training=True), "something is missing: expected 0I0"),
+    "a missing computation": (lambda: rows("0F0", training=True), "an action is missing: expected 0I0"),
     "two input gradients": (lambda: rows("0F0 0I0 0B0", training=True), FOREIGN),
     "a backward without training": (lambda: rows("0F0 0B0"), FOREIGN),
     "parameters that are not there": (
@@ -169,10 +169,10 @@ WRONG: dict[str, tuple[Callable[[], Schedule], str]] = {
         lambda: rows("0UNSHARD 0F0", parameters=ParameterLifetime.HOLD),
         "parameters stay gathered",
     ),
-    "parameters that were never freed": (lambda: rows("0UNSHARD 0F0"), "the chunk's parameters are there already"),
+    "parameters that were never freed": (lambda: rows("0UNSHARD 0F0"), "the chunk's parameters are already gathered"),
     "a missing reduction": (lambda: reduced("0F0 0B0 STEP"), f"STEP: {BEFORE}0REDUCE"),
     "an early reduction": (lambda: reduced("0F0 0REDUCE 0B0 STEP"), "the gradients to reduce: expected those of 1"),
-    "a missing step": (lambda: reduced("0F0 0B0 0REDUCE"), "something is missing: expected STEP"),
+    "a missing step": (lambda: reduced("0F0 0B0 0REDUCE"), "an action is missing: expected STEP"),
     "a tie with itself": (lambda: reduced("0F0 0B0 0REDUCE 0TIED_REDUCE0 STEP", ties=((0,),)), FOREIGN),
     "ties in another order": (
         lambda: swapped(lowered("1f1b", 2, 2, ties=[(0, 1), (0, 1)]), 1, "1TIED_REDUCE0", "1TIED_REDUCE1"),

@@ -124,7 +124,7 @@ def test_odd_contents_are_no_reason_to_give_up(tmp_path: Path, odd: Any) -> None
 
 
 def test_no_run_and_a_damaged_lock(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no run in this folder"):
+    with pytest.raises(ConfigError, match="this folder contains no run"):
         read_run(tmp_path)
     with pytest.raises(ConfigError, match=r"config\.lock\.yaml"):
         read_run(make(tmp_path / "r", [], lock="{unclosed"))
@@ -197,7 +197,7 @@ def test_what_is_noted_and_what_does_not_count() -> None:
     assert found.same and [note.split(":")[0] for note in found.notes] == [
         "code is not compared",
         "data is not compared",
-        "B's folder holds more code than is noted",
+        "B's folder contains more code than was recorded",
         "B was started 2 times; its last start is compared",
     ]
     assert found.notes[0].endswith("A has no certificate.json") and "A and B have no fingerprint" in found.notes[1]

@@ -74,15 +74,15 @@ WENT_ON, STOPPED, FINISHED = RungOutcome.WENT_ON, RungOutcome.STOPPED, RungOutco
 @pytest.mark.parametrize(
     ("losses", "verdicts", "why"),
     [
-        ([(2, 1.0)], [(0, WENT_ON)], "The first to be measured here goes on."),
-        ([(2, 1.0), (2, 2.0)], [(0, WENT_ON), (0, STOPPED)], "2nd of the 2 measured here so far; the best 1 may go on (1 in 2)."),
+        ([(2, 1.0)], [(0, WENT_ON)], "The first one measured here continues."),
+        ([(2, 1.0), (2, 2.0)], [(0, WENT_ON), (0, STOPPED)], "2nd of the 2 measured here so far; the best 1 may continue (1 in 2)."),
         (
             [(2, 2.0), (2, 1.0)],  # a late better one goes on
             [(0, WENT_ON), (0, WENT_ON)],
-            "1st of the 2 measured here so far; the best 1 may go on (1 in 2).",
+            "1st of the 2 measured here so far; the best 1 may continue (1 in 2).",
         ),
-        ([(4, 1.0)], [(0, WENT_ON), (1, FINISHED)], "1st of 1 that came this far."),  # past both rungs
-        ([(2, 5.0), (2, math.nan)], [(0, WENT_ON), (0, STOPPED)], "2nd of the 2 measured here so far; the best 1 may go on (1 in 2)."),
+        ([(4, 1.0)], [(0, WENT_ON), (1, FINISHED)], "1st of 1 that reached this rung."),  # past both rungs
+        ([(2, 5.0), (2, math.nan)], [(0, WENT_ON), (0, STOPPED)], "2nd of the 2 measured here so far; the best 1 may continue (1 in 2)."),
     ],
 )  # fmt: skip
 def test_decisions_are_those_of_the_search(
@@ -147,7 +147,7 @@ def test_every_trial_and_every_decision(tmp_path: Path) -> None:
         ("lr", True, ()),
         ("stage", False, ("0", "1", "2", "3")),
     ]
-    with pytest.raises(ConfigError, match="no such experiment: got 7, expected 1"):
+    with pytest.raises(ConfigError, match="the experiment does not exist: got 7, expected 1"):
         from_master_store(tmp_path / "db", 7)
 
 

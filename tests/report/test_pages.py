@@ -173,7 +173,7 @@ def test_plan_and_measurement_are_on_one_scale(run: RunReport) -> None:
     widths = [float(match[1]) for style in styles if (match := re.search("--w:([^;]+)", style))]
     assert sum(widths[:5]) == pytest.approx(1.0, abs=1e-3) and widths[5] == pytest.approx(79.9 / 81.681, abs=1e-3)
     assert "77.9 MiB" in found.text and "off by +2.2 %" in found.text and "379.4 MiB, 369.9 MiB" in found.text
-    assert "came true" in read(memory_view(Memory(planned=100, measured=100)) or "").text
+    assert "was accurate" in read(memory_view(Memory(planned=100, measured=100)) or "").text
     assert "off by" not in read(memory_view(Memory(planned=100)) or "").text
     assert memory_view(Memory()) is None
 
@@ -257,7 +257,7 @@ def test_the_page_of_a_sweep_holds_what_the_report_says(sweep: SweepReport) -> N
 def test_a_curve_far_off_does_not_press_the_others_flat(sweep: SweepReport) -> None:
     far = replace(sweep.trials[2], curve=Series("validation_loss", (15.0, 60.0), (1e6, 1e7)), best=1e6)
     found = read(render_sweep(replace(sweep, trials=(*sweep.trials[:2], far, *sweep.trials[3:]))))
-    assert "2 values far off the others are drawn at the edge." in found.text
+    assert "2 values far from the others are drawn at the edge." in found.text
     assert max(float(one.text.replace("k", "e3")) for one in found.having("y")) < 20
 
 

@@ -276,10 +276,10 @@ def closed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def test_folders_without_runs(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for read, folder, message in (
-        (from_run_folder, tmp_path, "no run in this folder"),
-        (from_runs, tmp_path, "no runs here"),
-        (from_runs, tmp_path / "none", "no runs here"),
-        (RunsSource, tmp_path / "none", "no such folder"),
+        (from_run_folder, tmp_path, "folder contains no run"),
+        (from_runs, tmp_path, "no runs were found"),
+        (from_runs, tmp_path / "none", "no runs were found"),
+        (RunsSource, tmp_path / "none", "folder does not exist"),
     ):
         with pytest.raises(ConfigError, match=message):
             read(folder)

@@ -123,7 +123,7 @@ class SnapshotBuffer:
             left = available_memory()
             if left is not None and nbytes > left:
                 raise CheckpointError(
-                    "there is no memory for the copies of a checkpoint in the background",
+                    "not enough memory for the copies of a background checkpoint",
                     where="checkpoint.writer.decoupled",
                     got=f"{format_bytes(max(left, 0))} left on this machine or in this process's control group",
                     expected=f"{format_bytes(nbytes)} for this rank",
@@ -216,7 +216,7 @@ class _BackgroundSave:
         self.fault = fault_text(fault, f"rank {self._index}, {self.folder}")
         self.state = _FAILED
         if not self._given_up.is_set():  # the program may end before the boundary
-            log.error("checkpoint %s is not complete: %s The ones before it are untouched.", self.final, self.fault)
+            log.error("checkpoint %s is not complete: %s Earlier checkpoints are unaffected.", self.final, self.fault)
 
     def give_up(self) -> None:
         """End within a few megabytes of writing, and leave nothing of this rank's thread behind."""
@@ -257,14 +257,14 @@ class _BackgroundSave:
             require_folder(self.folder)
             ended = not threading.main_thread().is_alive()
             if ended and time.time() - _last_change(self.folder) > _PATIENCE_SECONDS:
-                raise CheckpointError("a rank does not finish its part", where=str(path), got=f"rank {rank}")
+                raise CheckpointError("a rank did not finish its part", where=str(path), got=f"rank {rank}")
             time.sleep(_LOOK_SECONDS)
         report: dict[str, Any] = json.loads(path.read_text())
         return report
 
     def _require_going_on(self) -> None:
         if self._given_up.is_set():
-            raise CheckpointError("the save was given up", where=str(self.final))
+            raise CheckpointError("the save was cancelled", where=str(self.final))
 
 
 def _joined(first: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
@@ -338,7 +338,7 @@ class BackgroundSaver:
         """
         if self.current is not None:
             if self._ranks.index == 0:
-                log.warning("save_checkpoint waits for the one before, which is still being written")
+                log.warning("save_checkpoint waits for the previous checkpoint, which is still being written")
             self.wait()
         final = Path(directory).absolute() / check_tag(tag)  # the program may change its folder
         folder = Path(agree(self._ranks, final, "checkpoint folder", lambda: str(begin(final, self._disk))))
@@ -409,5 +409,5 @@ class BackgroundSaver:
             "a checkpoint could not be written in the background",
             where=str(save.final),
             got="; ".join(own or faults),
-            fix="Free some space or save to another folder; the checkpoints before this one are untouched.",
+            fix="Free some space or save to another folder; earlier checkpoints are unaffected.",
         )

@@ -115,13 +115,13 @@ def plan_export(
     """
     chosen = inventory.in_part(_part(inventory, part, where))
     if not chosen:
-        raise CheckpointError("there are no weights in this checkpoint", where=where)
+        raise CheckpointError("this checkpoint contains no weights", where=where)
     averaged = [held for held in chosen if "ema" in held.states and inventory.state.get("ema") is not None]
     if weights is WeightSource.EMA and not averaged:
         raise CheckpointError(
-            "there are no averages of the weights in this checkpoint",
+            "this checkpoint contains no averages of the weights",
             where=where,
-            fix='They are kept with "ema" in ds_config, from the first step on. Leave --ema out for the weights.',
+            fix='"ema" in ds_config keeps them from the first step on. To export the weights, omit --ema.',
         )
     items = [_item(held, weights, dtype) for held in chosen]
     names = {item.name for item in items}
@@ -134,17 +134,17 @@ def plan_export(
 def _part(inventory: Inventory, part: int | None, where: str) -> int:
     if part is None and inventory.parts > 1:
         raise ConfigError(
-            "the model is parallel itself: its parts have the same names, and only its own code knows how it has cut them",
+            "the model is parallel itself: its parts have the same names, and only its own code knows how the weights are split",
             where=where,
             got=f"{inventory.parts} parts",
-            fix=f"Export each by itself: --part 0 to --part {inventory.parts - 1}.",
+            fix=f"Export each part separately: --part 0 to --part {inventory.parts - 1}.",
         )
     if part is not None and not 0 <= part < inventory.parts:
         raise ConfigError(
-            "there is no such part of the model",
+            "the model has no such part",
             where="--part",
             got=part,
-            expected=f"0 to {inventory.parts - 1}" if inventory.parts > 1 else "none: the model is in one piece",
+            expected=f"0 to {inventory.parts - 1}" if inventory.parts > 1 else "none: the model has only one part",
         )
     return part or 0
 
@@ -188,9 +188,9 @@ def _took(params: Iterable[StoredTensor], weights: WeightSource) -> str:
         kinds = kinds_text(held.entry.dtype for held in masters)
         return f"{kinds} masters of {len(masters)} of {len(listed)} parameters; the model computes in {kinds_text(held.lives for held in masters)}"
     if masters:
-        return f"weights as the model computes with them, {kinds_text(held.lives for held in listed)}, rounded from their masters"
+        return f"weights in the dtype that the model computes with, {kinds_text(held.lives for held in listed)}, rounded from their masters"
     note = "; the checkpoint does not say in which dtype the model computes" if unknown else ""
-    return f"weights as they are stored, {kinds_text(held.entry.dtype for held in listed)}; the checkpoint has no masters{note}"
+    return f"weights as stored, {kinds_text(held.entry.dtype for held in listed)}; the checkpoint has no masters{note}"
 
 
 def kinds_text(names: Iterable[str | None]) -> str:
@@ -222,10 +222,10 @@ def file_names(out: Path, shards: int) -> list[Path]:
     if out.suffix == SUFFIX:
         if shards > 1:
             raise ConfigError(
-                "one file cannot be several shards",
+                "a single file cannot have several shards",
                 where="OUT",
                 got=f"{out}, {shards} shards",
-                fix="Name a folder, or leave --shard-size out.",
+                fix="Pass a folder, or omit --shard-size.",
             )
         paths, folder = [out], out.parent
     elif shards == 1:
@@ -239,7 +239,10 @@ def file_names(out: Path, shards: int) -> list[Path]:
     taken = [path for path in in_the_way if path.exists()]
     if taken:
         raise ConfigError(
-            "there are weights already", where="OUT", got=str(taken[0]), fix="Name another place, or remove them."
+            "the folder already contains weights",
+            where="OUT",
+            got=str(taken[0]),
+            fix="Use another folder, or remove them.",
         )
     return paths
 
@@ -276,7 +279,7 @@ def write_export(reader: CheckpointReader, plan: ExportPlan, out: Path, progress
             disk.sync_folder(folder)
         except OSError as fault:
             raise CheckpointError(
-                "the export cannot be written", where=str(fault.filename or out), got=fault.strerror or fault
+                "the export could not be written", where=str(fault.filename or out), got=fault.strerror or fault
             ) from fault
         undo.pop_all()
     return Exported({path: path.stat().st_size for path in paths}, dict(overflowed))

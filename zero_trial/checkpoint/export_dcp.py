@@ -60,7 +60,7 @@ def _optimizer(state: Mapping[str, Any], moments: dict[str, dict[str, Any]], whe
     named = [sorted(moments)] if len(groups) == 1 else state.get("names_of_groups")
     if named is None:
         raise CheckpointError(
-            "this checkpoint does not say which parameter is in which optimizer group: an older version wrote it",
+            "this checkpoint does not record which parameter is in which optimizer group: an older version wrote it",
             where=where,
             got=f"{len(groups)} groups",
             fix="Load it and save it again, or export with --no-optimizer.",
@@ -113,7 +113,7 @@ def write_dcp(reader: CheckpointReader, out: Path, *, with_optimizer: bool = Tru
     """Write the new folder ``out``; return its files with their sizes. Raises ConfigError if
     something is there already."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError("it exists already", where=str(out), expected="a new or an empty folder")
+        raise ConfigError("the output folder is not empty", where=str(out), expected="a new or an empty folder")
     planner = _OneByOne(reader)
     state = dcp_state(reader, with_optimizer=with_optimizer, load=planner.promise)
     partial = out.with_name(f"{out.name}.part")

@@ -60,7 +60,7 @@ def list_checkpoints(directory: str | Path, report: Callable[[str], None] | None
     for folder in sorted(directory.iterdir()):
         done = TEMPORARY not in folder.name and REPLACED not in folder.name  # named when its manifest is there
         if done and any(folder.glob(_TENSORS)) and not (folder / MANIFEST_NAME).exists() and report:
-            report(f"{folder}: a checkpoint has lost its {MANIFEST_NAME}")
+            report(f"{folder}: a checkpoint without its {MANIFEST_NAME}")
     for tag, folder in _candidates(directory):
         try:
             found.append(FoundCheckpoint(CheckpointReader(folder).manifest.step, tag, folder))
@@ -215,7 +215,7 @@ class CheckpointFolder:
         if len(self.series) > 1:
             noun = "trials" if len(self.trials) == len(self.series) else "folders"
             raise ConfigError(
-                f"checkpoints of {len(self.series)} {noun} are here",
+                f"the folder contains checkpoints of {len(self.series)} {noun}",
                 where=str(self.folder),
                 expected="one checkpoint",
                 fix=fix,
@@ -234,7 +234,7 @@ def inspect_folder(folder: Path) -> CheckpointFolder:
 def _look_into(folder: Path) -> CheckpointFolder:
     if not folder.is_dir():
         raise ConfigError(
-            "there is no such folder" if not folder.exists() else "this is a file",
+            "the folder does not exist" if not folder.exists() else "this is a file",
             where=str(folder),
             expected="a run's folder, a folder of checkpoints, or a checkpoint",
         )
@@ -246,7 +246,7 @@ def _look_into(folder: Path) -> CheckpointFolder:
     found = _saved_below(place, _DEPTH)
     if not found:
         raise ConfigError(
-            "there are no checkpoints here",
+            "no checkpoints were found here",
             where=str(place),
             expected="a run's folder, a folder of checkpoints, or a checkpoint",
             fix="A checkpoint is a folder with a manifest.json, or a trial's folder of these.",
@@ -281,7 +281,7 @@ def _look_at(folder: Path, siblings: Collection[str]) -> SavedCheckpoint | None:
     elif _is_trial(folder):
         saved = _of_trial(folder)
     elif any(folder.glob(_TENSORS)) or TEMPORARY in folder.name:
-        saved = _saved(folder, (), None, f"{folder}: there is no manifest")
+        saved = _saved(folder, (), None, f"{folder}: the manifest is missing")
     else:
         return None
     # a checkpoint that stepped aside counts for as long as the new one of its name is missing
@@ -308,7 +308,7 @@ def _of_trial(folder: Path) -> SavedCheckpoint:
     engines = tuple(_read_engine(path) for path in names if TEMPORARY not in path.name and REPLACED not in path.name)
     faults = [engine.fault for engine in engines if engine.fault is not None]
     lost = [path for path in sorted(folder.iterdir()) if any(path.glob(_TENSORS)) and not _is_engine(path)]
-    faults += [f"{path}: there is no manifest" for path in lost]
+    faults += [f"{path}: the manifest is missing" for path in lost]
     metadata: Mapping[str, Any] = {}
     try:
         _document(folder / TRIAL_STATE)
@@ -325,10 +325,10 @@ def _document(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as fault:
-        word = "it is missing" if isinstance(fault, FileNotFoundError) else str(fault)
+        word = "the file is missing" if isinstance(fault, FileNotFoundError) else str(fault)
         raise CheckpointError("a part of the checkpoint cannot be read", where=str(path), got=word) from fault
     if not isinstance(found, dict):
-        raise CheckpointError("not what a trial writes", where=str(path), got=type(found).__name__)
+        raise CheckpointError("not written by a trial", where=str(path), got=type(found).__name__)
     return found
 
 
@@ -380,7 +380,7 @@ def find_damage(saved: SavedCheckpoint, progress: Progress | None = None) -> lis
     found: list[Damage] = []
     for engine in saved.engines:
         if engine.manifest is None:
-            found.append(Damage(engine.folder / MANIFEST_NAME, engine.fault or "it cannot be read"))
+            found.append(Damage(engine.folder / MANIFEST_NAME, engine.fault or "the file cannot be read"))
         else:
             found += damaged_files(engine.folder, engine.manifest, progress)
     if saved.fault is not None and not found:  # in what a trial has written beside its engines
@@ -412,13 +412,13 @@ def damaged_files(folder: Path, manifest: Manifest, progress: Progress | None = 
 def choose_checkpoint(folder: Path) -> SavedCheckpoint:
     """Return the checkpoint itself, or the latest whole one. Raises CheckpointError."""
     listing = inspect_folder(folder)
-    listing.require_one_series(f"zero-trial ckpt ls {listing.folder} lists them; name one.")
+    listing.require_one_series(f"List them with zero-trial ckpt ls {listing.folder}, and pass one of them.")
     saved = listing.saved[-1] if listing.single else listing.latest()
     if saved is None:
         raise CheckpointError(
-            "no checkpoint here is whole",
+            "no checkpoint here is intact",
             where=str(listing.folder),
-            got=next((one.fault for one in reversed(listing.saved) if one.fault), "saves that did not finish"),
+            got=next((one.fault for one in reversed(listing.saved) if one.fault), "unfinished saves"),
         )
     if saved.fault is not None:
         raise CheckpointError(saved.fault)
@@ -431,7 +431,7 @@ def only_engine(saved: SavedCheckpoint) -> EngineCheckpoint:
         raise ConfigError(
             "no engine has saved anything in this checkpoint",
             where=str(saved.folder),
-            fix="A trial that saves its model by itself knows how to read it.",
+            fix="If the trial saves its model itself, only its own code can read it.",
         )
     if len(saved.engines) > 1:
         names = ", ".join(engine.folder.name for engine in saved.engines)

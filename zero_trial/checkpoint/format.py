@@ -331,7 +331,7 @@ class Manifest:
         document = _parse(_unseal(text, where), where)
         found = document.get("format")
         if found != FORMAT:
-            raise CheckpointError("this version does not read that format", where=where, got=found, expected=FORMAT)
+            raise CheckpointError("this version cannot read that format", where=where, got=found, expected=FORMAT)
         try:
             manifest = cls(
                 step=int(document["step"]),
@@ -362,7 +362,7 @@ def _unseal(text: str, where: str) -> str:
         raise CheckpointError("not a manifest", where=where, expected="its SHA-256 on the first line")
     body = "{" + text[found.end() :].removesuffix("\n")
     if sha256(body.encode()).hexdigest() != found[1] or not text.endswith("\n"):
-        raise CheckpointError("the manifest is damaged", where=where, got="a text with another SHA-256 than its own")
+        raise CheckpointError("the manifest is damaged", where=where, got="content with a different SHA-256")
     return body
 
 
@@ -403,7 +403,7 @@ def same_tensor(name: str, entries: Iterable[TensorEntry]) -> TensorEntry:
     kinds = {(entry.dtype, entry.shape) for entry in listed}
     if len(kinds) > 1:
         raise CheckpointError(
-            "ranks differ about a tensor",
+            "ranks disagree about a tensor",
             where=name,
             got=" and ".join(f"{dtype} {shape_text(shape)}" for dtype, shape in sorted(kinds)),
         )

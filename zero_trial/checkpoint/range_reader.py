@@ -133,7 +133,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as fault:
-        raise CheckpointError("there is no readable manifest", where=str(path), got=str(fault)) from fault
+        raise CheckpointError("no readable manifest was found", where=str(path), got=str(fault)) from fault
     return Manifest.from_json(text, str(path))
 
 
@@ -143,7 +143,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
         require_file(folder / name, record)
 
 
-_NO_TRUST = "Load another checkpoint; this one cannot be trusted."
+_NO_TRUST = "Load another checkpoint; this one is damaged."
 
 
 def require_file(path: Path, expected: FileRecord, *, read: bool = False, progress: Progress | None = None) -> None:
@@ -158,7 +158,7 @@ def require_file(path: Path, expected: FileRecord, *, read: bool = False, progre
         raise CheckpointError("a file cannot be read", where=str(path), got=str(fault)) from fault
     if size != expected.bytes:
         facts: dict[str, Any] = {"got": f"{size} bytes", "expected": f"{expected.bytes} bytes", "fix": _NO_TRUST}
-        raise CheckpointError("a file is cut short or grown", where=str(path), **facts)
+        raise CheckpointError("the file has the wrong size", where=str(path), **facts)
     if found != expected:
         facts = {"got": f"sha256 {found.sha256[:16]}…", "expected": f"{expected.sha256[:16]}…", "fix": _NO_TRUST}
         raise CheckpointError("a file is damaged", where=str(path), **facts)
@@ -290,7 +290,7 @@ class WeightsReader:
                 self.tensors[name] = StoredEntry(path, dtype, shape, place)
         lost = sorted(wanted - self.tensors.keys()) if wanted is not None else []
         if lost:
-            raise CheckpointError("a tensor that the index names is not in its file", where=str(path), got=lost[0])
+            raise CheckpointError("a tensor in the index is missing from its file", where=str(path), got=lost[0])
         for key, name in metadata.items():
             if key.startswith(_ALIAS) and name in self.tensors:
                 self.tensors[key.removeprefix(_ALIAS)] = self.tensors[name]
@@ -304,7 +304,7 @@ def _read(path: Path, place: int, into: memoryview) -> None:
             while done < into.nbytes:
                 count = os.preadv(file.fileno(), [into[done:]], place + done)
                 if count == 0:
-                    raise _damaged(path, f"it ends at byte {place + done}")
+                    raise _damaged(path, f"the file ends at byte {place + done}")
                 done += count
     except OSError as fault:
         raise CheckpointError("this file cannot be read", where=str(path), got=str(fault)) from fault
@@ -315,16 +315,16 @@ def _refuse_lfs_pointer(path: Path) -> None:
     text = path.read_bytes() if path.is_file() and path.stat().st_size < 1024 else b""
     if text.startswith(_LFS_POINTER):
         raise CheckpointError(
-            "this is a git-lfs pointer, not the file that it stands for",
+            "this is a git-lfs pointer, not the file itself",
             where=str(path),
             got=f"{len(text)} bytes of text",
             expected="the weights themselves",
-            fix=f"Type `git lfs pull` in {path.parent}, with git-lfs installed.",
+            fix=f"Run `git lfs pull` in {path.parent}, with git-lfs installed.",
         )
 
 
 def _damaged(path: Path, got: str) -> CheckpointError:
-    return CheckpointError("not a whole safetensors file", where=str(path), got=got)
+    return CheckpointError("not a complete safetensors file", where=str(path), got=got)
 
 
 def _files_at(source: Path) -> dict[Path, set[str] | None]:
@@ -338,12 +338,12 @@ def _files_at(source: Path) -> dict[Path, set[str] | None]:
         return {found: None}
     here = sorted(path.name for path in source.iterdir())[:6] if source.is_dir() else []
     raise CheckpointError(
-        "there are no safetensors weights here",
+        "no safetensors weights were found here",
         where=str(source),
         got=", ".join(here)
         or ("an empty folder" if source.is_dir() else "no such file" if not source.exists() else source.name),
         expected=f"a *.safetensors file, or a folder with {FILE} or {INDEX}",
-        fix="Convert others: `zero-trial ckpt import`, then `zero-trial ckpt export`.",
+        fix="To convert others, run `zero-trial ckpt import`, then `zero-trial ckpt export`.",
     )
 
 
@@ -361,7 +361,7 @@ def files_of_index(index: Path) -> dict[Path, set[str] | None]:
     found: dict[Path, set[str] | None] = {}
     for name, file in pairs.items():
         if Path(file).name != file or not (index.parent / file).is_file():
-            raise CheckpointError("a file that the index names is missing", where=str(index), got=file)
+            raise CheckpointError("a file in the index is missing", where=str(index), got=file)
         wanted = found.setdefault(index.parent / file, set())
         if wanted is not None:
             wanted.add(name)

@@ -51,7 +51,7 @@ def decode_state(document: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
         return {key: decode_state(item, fetch) for key, item in document.items()}
     content = document[marker]
     if len(document) != 1 or marker not in _DECODERS:
-        raise CheckpointError("not something that a checkpoint holds", got=f"object with key {marker!r}")
+        raise CheckpointError("not written by a checkpoint", got=f"object with key {marker!r}")
     return _DECODERS[marker](content, fetch)
 
 
@@ -106,8 +106,8 @@ def _encode_numpy(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> A
         "this value cannot be saved without pickle",
         where=place,
         got=f"{type(value).__module__}.{type(value).__qualname__}",
-        expected="dicts, lists, tuples, sets, texts, bytes, numbers, tensors, arrays of numbers",
-        fix="Save what it is made of.",
+        expected="dicts, lists, tuples, sets, strings, bytes, numbers, tensors, arrays of numbers",
+        fix="Save its parts as these types.",
     )
 
 

@@ -107,7 +107,7 @@ def begin(final: Path, disk: DurableFiles) -> Path:
     """
     if final.exists() and not (final / MANIFEST_NAME).is_file() and not (final.is_dir() and not any(final.iterdir())):
         raise CheckpointError(
-            "something that is not a checkpoint has the name of the new one",
+            "another file or folder has the name of the new checkpoint",
             where=str(final),
             expected="nothing, an empty folder, or a checkpoint to replace",
             fix="Move it away, or save under another tag.",
@@ -197,7 +197,7 @@ def commit(
             found = (folder / name).stat().st_size if (folder / name).is_file() else None
             if found != record.bytes:
                 raise CheckpointError(
-                    "rank 0 does not see a file that another rank wrote",
+                    "rank 0 cannot see a file that another rank wrote",
                     where=str(folder / name),
                     got="no file" if found is None else f"{found} bytes",
                     expected=f"{record.bytes} bytes",
@@ -263,7 +263,7 @@ def agree(ranks: Ranks, final: Path, label: str, act: Callable[[], str]) -> str:
     return str(answer["value"])
 
 
-_FIX = "Save to a folder that can be written and has free space. Earlier checkpoints are whole."
+_FIX = "Save to a writable folder with free space. Earlier checkpoints are unaffected."
 
 
 def fault_text(fault: Exception, where: str) -> str:

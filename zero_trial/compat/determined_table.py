@@ -29,7 +29,7 @@ TABLE: Table = {
         "DeepSpeedTrial": "zero_trial.trial:ZeroTrial",
         "DeepSpeedTrialContext": "zero_trial.trial:ZeroTrialContext",
         "DeepSpeedTrialController": Refused(
-            "zero_trial has a training loop of its own; use Trainer, or name the trial in the experiment's entrypoint."
+            "zero_trial has its own training loop; use Trainer, or name the trial in the experiment's entrypoint."
         ),
         "DeepSpeedMPU": "zero_trial.trial.context:make_engine_mpu",
         "ModelParallelUnit": "zero_trial.trial:ModelParallelUnit",
@@ -88,7 +88,7 @@ def install_determined() -> None:
         raise ConfigError(
             "determined is not installed",
             where="zero_trial.as_determined",
-            fix="pip install 'zero_trial[determined]': all of it but determined.pytorch.deepspeed is used as it is.",
+            fix="pip install 'zero_trial[determined]': everything but determined.pytorch.deepspeed is used from it.",
         )
     finder = install(StandIn(MODULE, "", TABLE, replace=True))
     finder.refuse_if_installed()
@@ -119,10 +119,10 @@ def init(
         size = context.distributed.size
         if distributed is not None and distributed.get_size() != size:
             raise ConfigError(
-                "another number of ranks than were launched",
+                "a different number of ranks than were launched",
                 where="init(distributed)",
                 got=distributed.get_size(),
                 expected=size,
-                fix="Leave it out: the ranks that the launcher has started join by themselves.",
+                fix="Omit it: the ranks that the launcher has started join automatically.",
             )
         yield context

@@ -188,7 +188,7 @@ class StandInFinder(MetaPathFinder, Loader):
                 f"the real {top} was imported before its stand-in",
                 where="sys.modules",
                 got=str(getattr(loaded, "__file__", loaded)),
-                fix=f"Import zero_trial.as_{top} before anything that imports {top}.",
+                fix=f"Import zero_trial.as_{top} before any module that imports {top}.",
             )
         if self.stand_in.replace:
             return
@@ -198,10 +198,10 @@ class StandInFinder(MetaPathFinder, Loader):
                 continue
             if spec.origin is not None:  # a folder of that name has no origin
                 raise ConfigError(
-                    f"the real {top} is installed, and its stand-in does not hide it unasked",
+                    f"the real {top} is installed, and its stand-in replaces it only on request",
                     where=f"import {top}",
                     got=spec.origin,
-                    expected=f"no {top} beside zero_trial's stand-in",
+                    expected=f"only zero_trial's stand-in for {top}",
                     fix=self.stand_in.how_to_replace,
                 )
 

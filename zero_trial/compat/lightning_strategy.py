@@ -107,7 +107,9 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
         self, stage: int | None = None, config: Mapping[str, Any] | str | Path | None = None, **options: Any
     ) -> None:
         if stage is not None and config is not None:
-            raise ConfigError("given twice", where="ZeroTrialStrategy", got="stage and config", fix="Give one of them.")
+            raise ConfigError(
+                "given twice", where="ZeroTrialStrategy", got="stage and config", fix="Pass only one of them."
+            )
         if unknown := sorted(options.keys() - _OPTIONS):
             raise ConfigError(
                 "not an option of this strategy",
@@ -123,7 +125,7 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
         self._config = (read_preset(config, "ZeroTrialStrategy(config)") if known else open_source(config)).value
         for key in _TRAINERS.keys() & self._config.keys():
             raise ConfigError(
-                "the Trainer says this",
+                "the Trainer already sets this",
                 where=f"ZeroTrialStrategy(config) {key}",
                 got=repr(self._config[key]),
                 fix=f"Remove it and use Trainer's {_TRAINERS[key]}.",
@@ -150,7 +152,11 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
     def engine(self) -> Engine:
         """The engine. Raises TrialError before the Trainer has set the strategy up."""
         if self._engine is None:
-            raise TrialError("there is no engine yet", where="ZeroTrialStrategy.engine", fix="Ask in on_fit_start.")
+            raise TrialError(
+                "the engine does not exist yet",
+                where="ZeroTrialStrategy.engine",
+                fix="Use it in on_fit_start or later.",
+            )
         return self._engine
 
     # --- setting up -------------------------------------------------------------------------------
@@ -178,10 +184,10 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
             super(DDPStrategy, self).setup_optimizers(trainer)
         if len(self.optimizers) > 1:
             raise ConfigError(
-                "one engine steps one optimizer",
+                "an engine steps only one optimizer",
                 where="configure_optimizers",
                 got=f"{len(self.optimizers)} optimizers",
-                fix="Give one optimizer with several parameter groups.",
+                fix="Pass one optimizer with several parameter groups.",
             )
         self._engine, optimizer, _, _ = initialize(
             model=self.model,
@@ -208,7 +214,7 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
             for kind, fix in _CALLBACKS.items():
                 if isinstance(callback, kind):
                     raise ConfigError(
-                        "this callback changes weights or optimizer past the engine",
+                        "this callback changes weights or the optimizer without the engine",
                         where="Trainer(callbacks)",
                         got=type(callback).__name__,
                         fix=fix,
@@ -319,7 +325,7 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
         result = closure()
         if result is None and module.automatic_optimization:
             raise TrialError(
-                "there is no loss",
+                "training_step returned no loss",
                 where="training_step",
                 got=None,
                 fix="Return a loss, on every rank, for every batch.",
@@ -367,11 +373,11 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
         path = Path(checkpoint_path)
         if not path.is_dir():
             raise CheckpointError(
-                "not a checkpoint of zero_trial" if path.exists() else "there is no such checkpoint",
+                "not a checkpoint of zero_trial" if path.exists() else "the checkpoint does not exist",
                 where="ckpt_path",
                 got=str(path),
                 expected="a folder that a Trainer with ZeroTrialStrategy has saved",
-                fix="Read weights of plain Lightning with load_state_dict before fit." if path.exists() else None,
+                fix="Load weights of plain Lightning with load_state_dict before fit." if path.exists() else None,
             )
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         _, state = self.engine.load_checkpoint(

@@ -217,7 +217,7 @@ def _paths(source: str | Path, suffixes: Sequence[str] | None) -> list[Path]:
     if path.is_dir():
         return _walk(path, suffixes, stdlib=False)
     raise DataError(
-        "no such file or folder", where=f"data source {str(source)!r}", fix='Give a text file, a folder, or "stdlib".'
+        "no such file or folder", where=f"data source {str(source)!r}", fix='Pass a text file, a folder, or "stdlib".'
     )
 
 

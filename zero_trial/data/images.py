@@ -109,7 +109,7 @@ def glyph_images(
     chosen = [face for face in faces if (face.family in held_out) == (split == "validation")]
     if not chosen:
         raise DataError(
-            "there are too few fonts to hold any out",
+            "too few fonts to hold any out",
             where=f"glyph_images(split={split!r})",
             expected="fonts of at least two families that have every character",
         )
@@ -129,7 +129,7 @@ def _check_request(size: int, characters: str, split: str, variants: int) -> Non
     if len(set(characters)) != len(characters) or len(characters) < 2:
         raise DataError("no classes", where="characters", got=characters, expected="at least two, each once")
     if split not in ("train", "validation"):
-        raise DataError("there is no such side", where="split", got=split, expected='"train" or "validation"')
+        raise DataError("unknown side", where="split", got=split, expected='"train" or "validation"')
     if not isinstance(variants, int) or variants < 1:
         raise DataError("no images", where="variants", got=variants, expected="a whole number of at least 1")
 
@@ -157,9 +157,9 @@ def _matplotlib_fonts() -> Path:
     spec = importlib.util.find_spec("matplotlib")
     if spec is None or not spec.submodule_search_locations:
         raise DataError(
-            "there are no fonts to draw with",
+            "no fonts were found",
             where="glyph_images(fonts)",
-            fix="pip install zero_trial[images], or give fonts: a folder of .ttf files.",
+            fix="pip install zero_trial[images], or pass fonts: a folder of .ttf files.",
         )
     return Path(spec.submodule_search_locations[0], "mpl-data", "fonts", "ttf")
 
@@ -254,7 +254,7 @@ def _square(path: Path, size: int) -> Image:
             small: Image.Image = square.resize((size, size), Image.Resampling.BICUBIC)
             return small
     except (OSError, Image.DecompressionBombError) as error:
-        raise DataError("this is not an image that can be read", where=str(path)) from error
+        raise DataError("this image cannot be read", where=str(path)) from error
 
 
 def _class_of(path: Path, root: Path) -> str:

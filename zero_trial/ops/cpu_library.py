@@ -109,10 +109,10 @@ def choose(
     except KernelUnavailable as trouble:
         if wanted == "native":
             raise KernelUnavailable(
-                f"the {kind} kernels cannot be used",
+                f"the {kind} kernels are unavailable",
                 where=f"{VARIABLE}=native",
                 got=trouble.what,
-                fix=trouble.fix or "Remove the cause, or set it to auto.",
+                fix=trouble.fix or "Fix the cause, or set it to auto.",
             ) from trouble
         log.warning("%s kernels run as plain torch: %s", kind, trouble.what)
         return Backend(None, trouble.what)
@@ -130,7 +130,7 @@ def open_native(environ: Mapping[str, str]) -> CPULibrary:
             file.write(image)
         return typed(ctypes.CDLL(f"/proc/self/fd/{handle}"))
     except (OSError, AttributeError) as trouble:
-        raise KernelUnavailable(f"the library of kernels cannot be loaded: {trouble}") from trouble
+        raise KernelUnavailable(f"the kernel library cannot be loaded: {trouble}") from trouble
 
 
 def typed(library: ctypes.CDLL) -> CPULibrary:
@@ -290,5 +290,5 @@ class KernelCache:
                 raise
         except OSError as trouble:
             if not self.trouble:
-                log.warning("kernels are compiled again in every process, because they cannot be kept: %s", trouble)
+                log.warning("kernels are recompiled in every process because the cache cannot be used: %s", trouble)
             self.trouble = str(trouble)

@@ -115,7 +115,9 @@ def upload(content: bytes, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return host
     if torch.cuda.is_current_stream_capturing():
-        raise ConfigError("a CUDA graph cannot hold a step over several tensors", fix="Step outside of the graph.")
+        raise ConfigError(
+            "a CUDA graph cannot contain a step over several tensors", fix="Call step() outside of the graph."
+        )
     return host.pin_memory().to(device, non_blocking=True)
 
 

@@ -127,7 +127,7 @@ class Nvrtc:
         below = [known for known in self.archs if known < arch]
         if not below:
             raise KernelUnavailable(
-                f"NVRTC {self.version[0]}.{self.version[1]} does not compile for this device",
+                f"NVRTC {self.version[0]}.{self.version[1]} cannot compile for this device",
                 got=f"compute capability {arch // 10}.{arch % 10}",
                 expected=f"{min(self.archs) // 10}.{min(self.archs) % 10} or newer",
             )
@@ -144,7 +144,7 @@ class Nvrtc:
             (status,) = self.api.nvrtcCompileProgram(program, len(given), given)
             if int(status):
                 log = self._output("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
-                raise KernelUnavailable(f"{name} does not compile: {first_lines(log)}")
+                raise KernelUnavailable(f"{name} failed to compile: {first_lines(log)}")
             return self._output("PTX" if target.ptx else "CUBIN", program)
         finally:
             self.api.nvrtcDestroyProgram(program)
@@ -412,7 +412,7 @@ def compiled(nvrtc: Nvrtc, kept: KernelCache, kernel: Kernel, arch: int) -> byte
 def device_of(where: torch.device) -> DeviceInfo:
     """Look up a CUDA device. Raises KernelUnavailable for one without a number."""
     if where.index is None:
-        raise KernelUnavailable("a CUDA device without a number", got=str(where), expected="cuda:0, cuda:1 ...")
+        raise KernelUnavailable("a CUDA device without an index", got=str(where), expected="cuda:0, cuda:1 ...")
     properties = torch.cuda.get_device_properties(where)
     return DeviceInfo(where.index, 10 * properties.major + properties.minor, properties.multi_processor_count)
 

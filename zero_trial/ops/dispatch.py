@@ -54,7 +54,7 @@ def _on_one_device(*given: object) -> None:
     """Refuse to mix an op's tensors with and without data: a step would do nothing."""
     found = {x.device for each in given for x in (each if isinstance(each, list) else [each]) if isinstance(x, Tensor)}
     if len(found) > 1:
-        raise ConfigError("tensors of an op on different devices", got=", ".join(sorted(map(str, found))))
+        raise ConfigError("tensors of an op are on different devices", got=", ".join(sorted(map(str, found))))
 
 
 LIBRARY = _register()

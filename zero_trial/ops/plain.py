@@ -77,15 +77,15 @@ def _check(index: int, p: Tensor, g: Tensor, states: Sequence[Tensor], out: Tens
         native = native and x.device == p.device and x.dtype in CODES
     if p.requires_grad and torch.is_grad_enabled():
         raise ConfigError(
-            "an optimizer step has no derivative, and the parameter requires one",
+            "an optimizer step is not differentiable, but the parameter requires grad",
             fix="Call it under torch.no_grad().",
         )
     if not known:
         got = ", ".join(str(tensor.dtype) for tensor in tensors)
-        raise ConfigError("an optimizer step works on real floating point numbers", got=got)
+        raise ConfigError("an optimizer step needs real floating-point numbers", got=got)
     if not dense and not alike:
         got = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise ConfigError("tensors of different shapes that are not contiguous have no common order", got=got)
+        raise ConfigError("non-contiguous tensors of different shapes have no common element order", got=got)
     stored = states[0].dtype is kind and states[-1].dtype is kind
     flat = dense or (narrow and all(x.is_contiguous() for x in tensors if x is not g))
     if narrow and not (stored and flat and p.dtype is torch.float32):
@@ -125,7 +125,7 @@ def _chunks(*tensors: Tensor | None) -> Iterator[list[Any]]:
 def square_sum(x: Tensor) -> Tensor:
     """Return the sum of squares in float64; not finite if and only if an element is not."""
     if x.is_complex():
-        raise ConfigError("square_sum works on real numbers", got=x.dtype)
+        raise ConfigError("square_sum only works on real numbers", got=x.dtype)
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for chunk in x.view(-1).split(CHUNK) if x.is_contiguous() else [x]:
         total += chunk.double().square().sum()

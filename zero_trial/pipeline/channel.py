@@ -110,11 +110,11 @@ def _not_sent(value: Any, leaf: Any) -> TrialError:
     found = {name: tree_flatten_with_path(part, is_leaf=_no_plain_tuple)[0] for name, part in places.items()}
     place, path = next((name, path) for name, pairs in found.items() for path, each in pairs if each is leaf)
     return TrialError(
-        "this value cannot travel between pipeline stages",
+        "this value cannot be sent between pipeline stages",
         where=f"{place}{keystr(path)}",
         got=type(leaf).__name__,
         expected="tensors, None, booleans, numbers and strings in tuples, lists and dicts",
-        fix="Put its parts into a tuple, a list or a dict, and build the object from them where it is used.",
+        fix="Put its parts into a tuple, a list or a dict, and build the object from them at the receiver.",
     )
 
 

@@ -116,10 +116,10 @@ def _agreed(table: Sequence[Sequence[int]], stage_of: Sequence[int], first: int)
     without = [rank for rank, row in enumerate(table) if stage_of[rank] == first and not row[HAS_ITERATOR]]
     if without:
         raise DataError(
-            "the rank of the first layer has nothing to read",
+            "the rank of the first layer has no data iterator",
             where=f"rank {without[0]}",
             got="no iterator",
-            fix="Pass one to train_batch() or eval_batch() there, or call engine.set_dataiterator().",
+            fix="Pass an iterator to train_batch() or eval_batch() there, or call engine.set_dataiterator().",
         )
     got = {rank: row[GOT] for rank, row in enumerate(table) if row[HAS_ITERATOR]}
     if max(got.values()) == 0:
@@ -128,11 +128,11 @@ def _agreed(table: Sequence[Sequence[int]], stage_of: Sequence[int], first: int)
         fewest = min(got, key=lambda rank: got[rank])
         counts = ", ".join(f"rank {rank} {count}" for rank, count in got.items())
         raise DataError(
-            "an iterator has ended before the others'",
+            "an iterator ended before those of the other ranks",
             where=f"rank {fewest}",
             got=f"micro-batches: {counts}",
-            expected="equally many on every rank that reads",
-            fix="Give all of them loaders of one length, or drop the last batches.",
+            expected="equally many micro-batches on every rank that reads",
+            fix="Use loaders of equal length, or drop the last batches.",
         )
     return next(iter(got.values()))
 
@@ -294,7 +294,7 @@ class Executor:
         if not (
             isinstance(loss, torch.Tensor) and loss.numel() == 1 and (loss.requires_grad or not run.options.training)
         ):
-            raise loss_error(loss, "PipelineModule(loss_fn)", "Compute it from the last layer's output.")
+            raise loss_error(loss, "PipelineModule(loss_fn)", "Compute the loss from the last layer's output.")
         run.outcome.losses[number] = loss.detach()
         share = run.batch.share(run.samples[number])
         if run.options.weight is not None:
@@ -400,8 +400,8 @@ def loss_error(loss: Any, where: str, with_grad: str) -> TrialError:
         return TrialError("the loss does not require grad", where=where, fix=with_grad)
     if isinstance(loss, torch.Tensor):
         got = f"a tensor of shape {tuple(loss.shape)}"
-        fix = "Use loss.mean(). A PipelineModule without a loss_fn takes the last layer's output for the loss."
+        fix = "Use loss.mean(). Without a loss_fn, the output of a PipelineModule's last layer is the loss."
     else:
         got = type(loss).__name__
-        fix = "Leave .item() out." if isinstance(loss, (int, float)) else "Take the loss out of what the model returns."
+        fix = "Remove .item()." if isinstance(loss, (int, float)) else "Extract the loss from the model's output."
     return TrialError("the loss is not a scalar", where=where, got=got, expected="a tensor with one element", fix=fix)

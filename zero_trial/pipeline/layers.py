@@ -37,7 +37,7 @@ class LayerSpec:
                 where="LayerSpec",
                 got=repr(typename),
                 expected="a subclass of torch.nn.Module",
-                fix="A function goes into the list of layers as it is.",
+                fix="Put a function into the list of layers directly.",
             )
         self.typename = typename
         self.module_args = module_args
@@ -109,10 +109,10 @@ def _build_on_meta(spec: LayerSpec) -> nn.Module:
             return spec.build()
     except Exception as error:  # whatever the layer's constructor raises
         raise ConfigError(
-            "the layer cannot be built on the meta device, where layers are counted",
+            "the layer cannot be built on the meta device, where its parameters are counted",
             where=repr(spec),
             got=f"{type(error).__name__}: {error}",
-            fix="Make its constructor work without values, or put a built module into the list of layers.",
+            fix="Make its constructor work without tensor values, or put a built module into the list of layers.",
         ) from error
 
 
@@ -259,9 +259,9 @@ def layer_times(
     """
     if example is None:
         raise ConfigError(
-            "a partition by profile needs an example of what the first layer gets",
+            "a partition by profile needs an example input of the first layer",
             where="PipelineModule(profile_input)",
-            fix="Pass one micro-batch's input, or a function that makes it.",
+            fix="Pass one micro-batch's input, or a function that creates it.",
         )
     state = torch.get_rng_state()
     value = example() if callable(example) else example

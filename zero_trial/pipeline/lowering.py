@@ -185,10 +185,10 @@ def choose(
     ConfigError for what the plan cannot do."""
     if not sharding.parameters and parameters is not None:
         raise ConfigError(
-            "parameters are freed at ZeRO stage 3 only",
+            "parameters are only freed at ZeRO stage 3",
             where="pipeline.zero_policy",
             got=parameters.value,
-            fix="Leave the policy out, or use ZeRO stage 3.",
+            fix="Omit the policy, or use ZeRO stage 3.",
         )
     if not sharding.gradients and reduction is ReductionTiming.MICRO:
         raise ConfigError(

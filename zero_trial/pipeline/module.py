@@ -225,11 +225,11 @@ class PipelineModule(nn.Module):
         for name, child in self.children_outside_layers().items() if placement.stages > 1 else ():
             if next(child.parameters(), None) is not None:
                 raise ConfigError(
-                    "a module outside the layers of a pipeline has parameters, and each stage would train its own copy",
+                    "a module outside of the pipeline's layers has parameters, and each stage would train its own copy",
                     where=f"PipelineModule.{name}",
                     got=type(child).__name__,
                     expected="parameters in layers only; buffers may be anywhere",
-                    fix="Make it a layer (LayerSpec), or a TiedLayerSpec where several stages use it.",
+                    fix="Make it a layer (LayerSpec), or a TiedLayerSpec if several stages use it.",
                 )
 
     def _cut(self, method: str, parts: int) -> list[int]:
@@ -273,7 +273,7 @@ class PipelineModule(nn.Module):
         numbers = list(self._chunks)
         if len(numbers) > 1 and (self.num_stages or 1) > 1:
             raise TrialError(
-                "this rank's layers do not follow each other",
+                "this rank's layers are not consecutive",
                 where="PipelineModule.forward",
                 got=f"chunks {numbers} of {len(self.parts) - 1}",
                 fix="Run the pipeline with engine.train_batch() or engine.eval_batch().",
@@ -329,7 +329,7 @@ def _stages(number: int | None, topology: ProcessTopology | None, placement: Chu
     if len(set(known.values())) > 1 or any(value < 1 for value in known.values()):
         got = ", ".join(f"{name} {value}" for name, value in known.items())
         raise ConfigError(
-            "the number of pipeline stages is not clear", where="PipelineModule", got=got, expected="one number"
+            "the number of pipeline stages is unknown", where="PipelineModule", got=got, expected="one number"
         )
     return next(iter(known.values()), None)
 
@@ -342,7 +342,7 @@ def _refuse_init() -> None:
         raise ConfigError(
             "a pipeline cannot be built inside zero.Init",
             where="PipelineModule",
-            fix="Leave the block out: each rank builds its own layers and no others.",
+            fix="Remove the block: each rank builds only its own layers.",
         )
 
 
@@ -360,10 +360,10 @@ def _refuse_shared(layers: Sequence[Layer], parts: Sequence[int]) -> None:
                 other, before = holder.setdefault(id(param), (chunk, index))
                 if other != chunk:
                     raise ConfigError(
-                        "two layers on different parts of a pipeline share a parameter",
+                        "two layers in different parts of a pipeline share a parameter",
                         where="PipelineModule",
                         got=f"layers {before} and {index}",
-                        fix="Describe both by TiedLayerSpec with one key.",
+                        fix="Define both with TiedLayerSpec and the same key.",
                     )
 
 
@@ -371,8 +371,8 @@ def _not_built(what: str) -> ConfigError:
     return ConfigError(
         "the layers are not built yet",
         where=f"PipelineModule.{what}",
-        fix="Give num_stages (or a topology) after torch.distributed has started, or let initialize() build them: "
-        "without model_parameters it trains all.",
+        fix="Pass num_stages (or a topology) after torch.distributed is initialized, or let initialize() build the layers: without "
+        "model_parameters it trains all of them.",
     )
 
 
@@ -412,9 +412,7 @@ class ProcessTopology:
             )
         place = self.ProcessCoord(**coord_kwargs)
         if place not in self.mapping:
-            raise ConfigError(
-                "no rank is at this coordinate", where="topology", got=place, expected=f"below {self.dims}"
-            )
+            raise ConfigError("no rank has this coordinate", where="topology", got=place, expected=f"below {self.dims}")
         return self.mapping[place]
 
     def get_axis_names(self) -> list[str]:

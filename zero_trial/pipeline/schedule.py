@@ -413,11 +413,11 @@ def build(name: str, stages: int, micro_batches: int, chunks: int | None = None)
     if recipe.fixed and count != recipe.chunks:
         several = ", ".join(other for other, row in RECIPES.items() if not row.fixed)
         raise ConfigError(
-            "the number of chunks per rank cannot be chosen",
+            "this schedule has a fixed number of chunks per rank",
             where=f"schedule {name}",
             got=count,
             expected=recipe.chunks,
-            fix=f"It can for {several}.",
+            fix=f"Only these schedules accept a number: {several}.",
         )
     rows = tuple(tuple(recipe.generate(rank, stages, micro_batches, count)) for rank in range(stages))
     return Schedule(name, recipe.place(stages, count), micro_batches, rows)

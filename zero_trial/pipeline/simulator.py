@@ -199,10 +199,10 @@ class _Rank:
             units = [Action(ActionKind.I, chunk, number), Action(ActionKind.W, chunk, number)]
         for unit in units:
             if unit not in self.expected or unit in self.done:
-                raise self.fault("this is done twice, or not a part of this rank's step")
+                raise self.fault("this action was already done, or does not belong to this rank's step")
         needed = self.needs(action)
         if missing := [each for each in needed if each not in self.done]:
-            raise self.fault("what this needs has not been done", expected=missing[0])
+            raise self.fault("a prerequisite of this action has not been done", expected=missing[0])
         ready = max((self.done[each] for each in needed), default=0.0)
         if kind in COMPUTE:
             if self.schedule.parameters is not None and chunk not in self.open:
@@ -226,7 +226,7 @@ class _Rank:
             report.peak_gradients = max(report.peak_gradients, len(self.full))
         elif kind is ActionKind.UNSHARD:
             if schedule.parameters is None or chunk in self.open:
-                raise self.fault("the chunk's parameters are there already")
+                raise self.fault("the chunk's parameters are already gathered")
             self.open.add(chunk)
             report.gathers += 1
             report.peak_parameters = max(report.peak_parameters, len(self.open))
@@ -247,7 +247,7 @@ class _Rank:
     def finish(self) -> None:
         """Check what must be true of a rank that has performed its row."""
         if missing := self.expected - self.done.keys():
-            raise self.fault("something is missing", expected=min(missing))
+            raise self.fault("an action is missing", expected=min(missing))
         if self.open:
             raise self.fault("parameters stay gathered")
 
@@ -278,7 +278,7 @@ def validate(schedule: Schedule, costs: Costs = ALIKE) -> SimulationReport:
                 return False
             message, sent = channel.popleft()
             if message != action:
-                raise rank.fault(f"{message} of rank {source} comes first")
+                raise rank.fault(f"{message} of rank {source} arrives first")
             rank.perform(action, 0)
             rank.done[action] = sent + costs.message
             return True
@@ -337,7 +337,7 @@ def _cells(rank: RankReport, columns: int, chunks: bool) -> list[str]:
     cells = ["."] * columns
     for begin, end, action in rank.spans:
         if begin != int(begin) or end != int(end):
-            raise ConfigError("a grid needs times in whole numbers", where="schedule", got=(begin, end))
+            raise ConfigError("a grid needs integer times", where="schedule", got=(begin, end))
         label = str(action) if chunks else f"{action.kind.value}{action.micro_batch}"
         cells[int(begin) : int(end)] = [label, *["-"] * int(end - begin - 1)]
     return cells

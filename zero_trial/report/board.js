@@ -36,17 +36,17 @@ async function open() {
     const answer = await fetch(`${location.pathname.replace(/\/$/, "")}/live?${asked}`, {
       headers: { Authorization: `Bearer ${token()}` }, signal: mine.signal, cache: "no-store",
     });
-    if (answer.status === 401 || answer.status === 403) return login(token() ? "This token is not accepted." : "");
+    if (answer.status === 401 || answer.status === 403) return login(token() ? "This token was rejected." : "");
     if (answer.status === 404) return missing((await answer.json()).message);
     if (answer.ok) {
       const began = Date.now();
       renewed = true; // the newest lines of the log come again
       try { await read(answer.body.getReader()); } finally { if (Date.now() - began > 1000 * STEADY_SECONDS) retry = 0; }
-      if (stream === mine) say("ended, asking again", "quiet");
+      if (stream === mine) say("stream ended, reconnecting", "quiet");
     } else refused(answer.status, (await answer.json()).message);
   } catch (error) {
     if (mine.signal.aborted) return;
-    say("connection lost, trying again", "bad");
+    say("connection lost, reconnecting", "bad");
   }
   if (stream === mine) timer = setTimeout(open, Math.min(1000 * 2 ** retry++, 10000));
 }
@@ -209,13 +209,13 @@ function go() {
 }
 function missing(message) {
   close();
-  notice("This is not here", message);
+  notice("Not found", message);
   say("not found", "bad");
 }
 // An answer that may be another one soon: what is shown stays.
 function refused(status, message) {
-  if (!main.querySelector("section[id]")) notice("This cannot be shown now", message);
-  say(`answer ${status}, trying again`, "bad");
+  if (!main.querySelector("section[id]")) notice("This page is unavailable now", message);
+  say(`error ${status}, retrying`, "bad");
 }
 function notice(title, message) {
   const section = make("section", "missing"), head = make("h2", ""), text = make("p", ""), back = make("a", "button");
@@ -250,7 +250,7 @@ form.addEventListener("submit", async (event) => {
 let asleep = 0;
 document.addEventListener("visibilitychange", () => {
   clearTimeout(asleep);
-  if (document.hidden) asleep = setTimeout(() => { close(); say("asleep", "quiet"); }, 1000 * HIDDEN_SECONDS);
+  if (document.hidden) asleep = setTimeout(() => { close(); say("paused", "quiet"); }, 1000 * HIDDEN_SECONDS);
   else if (!stream && form.hidden) open();
 });
 addEventListener("hashchange", () => { form.hidden = true; go(); });

@@ -133,7 +133,7 @@ class Board:
         """Return the stream of one view; with ``once`` only its present state."""
         with ExitStack() as place:
             if not place.enter_context(waits.one()):
-                return failure(503, "too many pages are open already, close some")
+                return failure(503, "too many pages are open, close some of them")
             try:
                 view = parse_view(query)
                 shown = self._look(view)
@@ -184,7 +184,7 @@ class Board:
         except ConfigError as error:  # deleted meanwhile
             yield _event("gone", {"message": str(error)})
         except OSError as error:  # the page asks again, and gets the reason as an answer
-            _log.warning("a page of %s %s ends: %s", view.kind, " ".join(view.names), error)
+            _log.warning("the stream of page %s %s failed: %s", view.kind, " ".join(view.names), error)
 
 
 def _log_events(log: Iterator[list[OutputLine]] | None) -> Iterator[bytes]:
@@ -291,16 +291,16 @@ def _handler(board: Board, token: str, port: int) -> Callable[[RequestHead, Read
         if head.method in ("GET", "HEAD") and head.path.rstrip("/") == BOARD:
             return board.shell()
         if not hmac.compare_digest((head.bearer(USER_HEADER) or "").encode(), token.encode()):
-            return failure(401, "this needs the token in the address that zero-trial board printed")
+            return failure(401, "this page needs the token in the address that zero-trial board printed")
         if head.method != "GET" or head.path != f"{BOARD}/live":
-            return failure(404, f"{head.method} {head.path[:200]} is not known to the board")
+            return failure(404, f"the board has no route for {head.method} {head.path[:200]}")
         try:
             return board.live(parse_query(head.query_text), waits)
         except BadRequest as error:
             return failure(error.status, str(error))
         except Exception as error:
             _log.exception("%s %s failed", head.method, head.path)
-            return failure(500, f"{type(error).__name__} in the board; it has printed the traceback")
+            return failure(500, f"{type(error).__name__} in the board; its output has the traceback")
 
     return answer
 
@@ -329,7 +329,7 @@ def parse_view(query: Mapping[str, Sequence[str]]) -> View:
     names = tuple(dict.fromkeys(query.get("name") or ()))
     one = kind in ("experiment", "trial", "run")
     if (not one and kind not in ("all", "compare")) or (one and len(names) != 1):
-        raise ConfigError("there is no such view", where="view", got=kind[:80])
+        raise ConfigError("unknown view", where="view", got=kind[:80])
     group, _, metric = (query.get("metric") or [""])[0].partition(" ")
     return View(kind, names, (group, metric) if metric else None)
 
@@ -407,7 +407,7 @@ def _overview(found: Overview) -> list[PageSection]:
     if not found.rows:
         empty: Child = [
             el("h2", f"No {noun} yet"),
-            el("p", "Start one, and it appears here by itself:"),
+            el("p", "Start one, and it appears here automatically:"),
             page.command(found.begin),
         ]
         return [PageSection("head", "", head), PageSection("empty", "", empty)]
@@ -480,7 +480,7 @@ _LOG = PageSection(
 
 def _comparison(source: BoardSource, names: Sequence[str]) -> list[PageSection]:
     if not 1 <= len(names) <= _MOST_COMPARED:
-        raise ConfigError("too many to compare", where="name", got=len(names), expected=f"1 to {_MOST_COMPARED}")
+        raise ConfigError("too many runs to compare", where="name", got=len(names), expected=f"1 to {_MOST_COMPARED}")
     reports = {name: source.run(name) for name in names}
     links = [[" · " if at else None, el("a", name, href=address(source.unit, name))] for at, name in enumerate(names)]
     return [

@@ -249,7 +249,7 @@ def compare_runs(a: RunRecord, b: RunRecord, rtol: float = 0.0) -> RunDifference
     ]
     if not shared_alike and any(trace.local for trace in a.traces):
         notes.append(
-            "the ranks share the work in another way: rank 0's own values are not compared, means of all ranks are"
+            "the runs split the work over ranks differently: rank 0's own values are not compared, but means over all ranks are"
         )
     if not traces:
         notes.append("the runs have no values in common")
@@ -274,13 +274,13 @@ def changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[SettingChange, 
 
 def _not_compared(a: RunRecord, b: RunRecord) -> Sequence[str]:
     named = (("A", a), ("B", b))
-    why = "no fingerprint of its data (a trial gives one at its end, as summary()['data'])"
+    why = "no fingerprint of its data (a trial adds one at its end, as summary()['data'])"
     notes = [
         *_missing("code", [name for name, run in named if run.code is None], "no certificate.json"),
         *_missing("data", [name for name, run in named if run.data is None], why),
     ]
     notes += [
-        f"{name}'s folder holds more code than is noted: not all is compared"
+        f"{name}'s folder contains more code than was recorded: not all of it is compared"
         for name, run in named
         if not run.whole_code
     ]

@@ -141,7 +141,7 @@ def from_master_store(path: Path, experiment_id: int, drawn: tuple[str, str] | N
         if experiment is None:
             known = [str(other.id) for other in experiment_rows.all_(connection, counted=False)]
             raise ConfigError(
-                "there is no such experiment" if known else "there is no experiment yet",
+                "the experiment does not exist" if known else "no experiment exists yet",
                 where="the master's store",
                 got=experiment_id,
                 expected=", ".join(known) or None,
@@ -231,7 +231,7 @@ def from_master_trial(path: Path, trial_id: int) -> RunReport:
 def _trial(connection: sqlite3.Connection, trial_id: int) -> Trial:
     found = trial_rows.get(connection, trial_id, derived=True, summary=False)
     if found is None:
-        raise ConfigError("there is no such trial", where="the master's store", got=trial_id)
+        raise ConfigError("the trial does not exist", where="the master's store", got=trial_id)
     return found
 
 
@@ -480,12 +480,15 @@ def _verdict(bracket: Bracket, index: int, request_id: str, *, ends: bool) -> tu
     entries = [entry for _, entry in bracket.rungs[index].entries]
     rank, count = ordinal(1 + entries.index(request_id)), len(entries)
     if index == len(bracket.rungs) - 1:
-        return RungOutcome.FINISHED, f"{rank} of {count} that came this far."
+        return RungOutcome.FINISHED, f"{rank} of {count} that reached this rung."
     verdict = RungOutcome.STOPPED if ends else RungOutcome.WENT_ON
     if count == 1:
-        return verdict, "The first to be measured here goes on."
+        return verdict, "The first one measured here continues."
     may = max(int(count / bracket.divisor), 1)
-    return verdict, f"{rank} of the {count} measured here so far; the best {may} may go on (1 in {bracket.divisor:g})."
+    return (
+        verdict,
+        f"{rank} of the {count} measured here so far; the best {may} may continue (1 in {bracket.divisor:g}).",
+    )
 
 
 def ordinal(number: int) -> str:

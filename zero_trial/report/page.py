@@ -105,7 +105,13 @@ def document(title: str, head: Html, sections: Sequence[PageSection], created: s
         head,
         el("nav", links, aria_label="Sections") if len(links) > 2 else None,
         el("main", [section.markup() for section in shown]),
-        el("footer", el("p", f"Written by zero-trial{f' on {created}' if created else ''}. This page loads nothing.")),
+        el(
+            "footer",
+            el(
+                "p",
+                f"Written by zero-trial{f' on {created}' if created else ''}. This page loads no external resources.",
+            ),
+        ),
     ]
     script = el("script", Html(asset("page.js")))
     return f"<!DOCTYPE html>\n{el('html', page_head(title), el('body', body, script), lang='en')}\n"
@@ -243,11 +249,11 @@ def _remarks(memory: Memory) -> Html:
     said = ["Bytes of live tensors on rank 0 at the peak of a step."] if memory.planned or memory.measured else []
     if memory.planned and memory.measured:
         percent = 100 * (memory.planned / memory.measured - 1)
-        right = "came true to a tenth of a percent" if abs(percent) < 0.05 else f"is off by {percent:+.1f} %"
+        right = "was accurate to a tenth of a percent" if abs(percent) < 0.05 else f"is off by {percent:+.1f} %"
         said.append(f"The plan, made before the first step, {right}.")
     if memory.parts and memory.planned and sum(_parts(memory).values()) > memory.planned * 1.001:
         said.append(
-            "The parts do not all live at the same moment, so they add up to more than the peak; they are drawn in proportion."
+            "The parts do not all peak at the same time, so their sum exceeds the peak; they are drawn in proportion."
         )
     if memory.processes:
         kind = f" ({memory.processes_kind})" if memory.processes_kind else ""

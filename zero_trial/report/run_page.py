@@ -70,7 +70,7 @@ def _configuration(report: RunReport) -> Child:
     defaults = [setting for setting in report.settings if not setting.given]
     parts: list[Child] = [el("p", warning, class_="note") for warning in report.warnings]
     if given:
-        parts.append(_settings(given, "Values that were given or filled in"))
+        parts.append(_settings(given, "Values that were set or filled in"))
     if report.batch:
         parts.append(_folded("How the batch sizes were reconciled", _settings(report.batch, "Batch sizes")))
     if defaults:
@@ -114,7 +114,7 @@ def _saved(checkpoints: Sequence[CheckpointRow]) -> Html:
             el("th", el("code", saved.name), scope="row"),
             el("td", f"{saved.step}", class_="num", data_label="step"),
             el("td", format_bytes(saved.bytes), class_="num", data_label="size"),
-            el("td", "kept" if saved.kept else "removed: a better or newer one stays", class_="soft"),
+            el("td", "kept" if saved.kept else "removed: a better or newer checkpoint was kept", class_="soft"),
             data_key=saved.name,
         )
         for saved in checkpoints

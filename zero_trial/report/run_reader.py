@@ -70,7 +70,7 @@ def check_is_run(folder: Path) -> None:
     """Raise ConfigError unless a run has written into this folder."""
     if not is_run(folder):
         expected = "a run's folder, such as runs/0001"
-        raise ConfigError("there is no run in this folder", where=str(folder), expected=expected)
+        raise ConfigError("this folder contains no run", where=str(folder), expected=expected)
 
 
 def from_run_folder(folder: Path) -> RunReport:
@@ -342,7 +342,7 @@ def from_runs(folder: Path) -> SweepReport:
     reports = {name: from_run_folder(path) for name, path in runs_in(folder).items()}
     if not reports:
         raise ConfigError(
-            "there are no runs here",
+            "no runs were found here",
             where=str(folder),
             expected="a folder of run folders, or an experiment's id",
         )
@@ -392,10 +392,10 @@ def _goal(reports: Iterable[RunReport]) -> tuple[str, bool]:
     }
     if len(goals) > 1:
         raise ConfigError(
-            "the runs go by different metrics",
+            "the runs use different metrics",
             where="searcher.metric",
             got=", ".join(sorted(name for name, _ in goals)),
-            fix="Report on runs of one metric at a time.",
+            fix="Write a report of runs with one metric at a time.",
         )
     return goals.pop() if goals else ("validation_loss", True)
 
@@ -433,7 +433,7 @@ class RunsSource:
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise ConfigError(
-                "there is no such folder", where="FOLDER", got=str(folder), expected="a folder of runs, such as runs"
+                "the folder does not exist", where="FOLDER", got=str(folder), expected="a folder of runs, such as runs"
             )
         self._folder = folder
         self._reports: dict[str, tuple[object, RunReport]] = {}
@@ -448,7 +448,7 @@ class RunsSource:
     def _run(self, name: str) -> Path:
         found = self._runs().get(name)
         if found is None:
-            raise ConfigError("there is no such run", where="name", got=name[:80])
+            raise ConfigError("the run does not exist", where="name", got=name[:80])
         return found
 
     def _report(self, name: str, path: Path) -> RunReport:
@@ -469,7 +469,7 @@ class RunsSource:
         return Overview("Runs", str(self._folder.resolve()), "run", tuple(rows), "zero-trial run const.yaml MODEL_DIR")
 
     def sweep(self, name: str, drawn: tuple[str, str] | None) -> SweepReport:
-        raise ConfigError("there is no such experiment", where="name", got=name[:80])
+        raise ConfigError("the experiment does not exist", where="name", got=name[:80])
 
     def run(self, name: str) -> RunReport:
         return self._report(name, self._run(name))

@@ -106,7 +106,7 @@ def _space(report: SweepReport) -> Child:
         return None
     hint = el(
         "p",
-        "Drag the ends of an axis, or use the arrow keys on them, to keep only the trials within. The better ",
+        "Drag the ends of an axis, or use the arrow keys on them, to keep only the trials between them. The better ",
         el("code", report.metric),
         " is up. ",
         el("button", "Clear", type="button", class_="clear needs-script"),
@@ -249,7 +249,7 @@ def trial_curves(report: SweepReport) -> Child:
         size="tall",
         kind="trials",
     )
-    return [chart, el("p", f"{cut} far off the others are drawn at the edge.", class_="note") if cut else None]
+    return [chart, el("p", f"{cut} far from the others are drawn at the edge.", class_="note") if cut else None]
 
 
 def _quality(rank: int, of: int) -> float:

@@ -124,7 +124,7 @@ def test_which_file_of_a_folder_and_what_is_wrong_with_it(tmp_path: Path) -> Non
             read(tmp_path / "parts")
     for content in ([1], {"a": 1}, torch.zeros(2)):
         torch.save(content, tmp_path / "a.bin")
-        with pytest.raises(CheckpointError, match=r"a\.bin: there are no weights in this file"):
+        with pytest.raises(CheckpointError, match=r"a\.bin: this file contains no weights"):
             read(tmp_path / "a.bin")
 
 
@@ -145,10 +145,10 @@ def test_which_reader_a_path_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     save_checkpoint(tmp_path / "ours", "t", [Slice.whole("param/a", torch.zeros(2))], step=1)
     (tmp_path / "empty").mkdir()
     for path, message in (
-        (tmp_path / "ours", "a checkpoint of zero_trial already"),
-        (tmp_path / "ours" / "t", "a checkpoint of zero_trial already"),
-        (tmp_path / "empty", "nothing here that can be imported: got an empty folder"),
-        (tmp_path / "none", "there is no such file or folder"),
+        (tmp_path / "ours", "already a checkpoint of zero_trial"),
+        (tmp_path / "ours" / "t", "already a checkpoint of zero_trial"),
+        (tmp_path / "empty", "found nothing that can be imported: got an empty folder"),
+        (tmp_path / "none", "no such file or folder"),
     ):
         with pytest.raises(CheckpointError, match=message):
             read_source(path, None, wishes)

@@ -54,7 +54,7 @@ def test_what_has_the_name_stays_as_it_is(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mp_rank_00_model_states.pt").touch()
-    with pytest.raises(CheckpointError, match="something that is not a checkpoint"):
+    with pytest.raises(CheckpointError, match="another file or folder has the name"):
         write_imported(findings(), tmp_path, "mine")
     broken, empty = findings(), tmp_path / "empty"
     twice = ImportedState("test", "t", [*broken.shards, broken.shards[1]], broken.state)

@@ -101,9 +101,9 @@ def test_damage_and_other_files_are_found(tmp_path: Path) -> None:
     flipped = bytearray(data)
     flipped[data.index(torch.arange(64.0).numpy().tobytes())] ^= 1
     path.write_bytes(flipped)
-    with pytest.raises(CheckpointError, match=r"a\.pt: this file is damaged: got a/data/0 has another CRC-32"):
+    with pytest.raises(CheckpointError, match=r"a\.pt: this file is damaged: got a different CRC-32 of a/data/0"):
         read_torch_file(path)
-    with pytest.raises(CheckpointError, match="another CRC-32"):
+    with pytest.raises(CheckpointError, match="a different CRC-32"):
         read_part(path, memoryview(flipped))
     for length in (0, 1, 3, 5, 40, len(data) // 2, len(data) - 200, len(data) - 1):
         path.write_bytes(data[:length])
@@ -120,7 +120,7 @@ def test_damage_and_other_files_are_found(tmp_path: Path) -> None:
         read_torch_file(path)
     # files of older torch and newer pickle are refused with what to do
     old = save(tmp_path / "old.pt", {"x": torch.ones(2)}, _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match=r"torch before 1\.6 is converted by python -c"):
+    with pytest.raises(CheckpointError, match=r"torch before 1\.6 with python -c"):
         read_torch_file(old)
     new = save(tmp_path / "new.pt", {"x": {1, 2}}, pickle_protocol=4)
     with pytest.raises(CheckpointError, match="protocol 2"):

@@ -117,7 +117,7 @@ def test_what_is_refused_and_a_model_that_has_only_a_part(tmp_path: Path, caplog
     folder = unpack("fp32-stage2-ranks3", tmp_path)
     with pytest.raises(CheckpointError, match="absent"):
         get_fp32_state_dict_from_zero_checkpoint(folder, "absent")
-    with pytest.raises(CheckpointError, match=r"Pass the module that was given to initialize"):
+    with pytest.raises(CheckpointError, match=r"Pass the module that was passed to initialize"):
         load_state_dict_from_zero_checkpoint(nn.Conv2d(1, 1, 1), folder)
     model = nn.ModuleDict({"body": nn.Linear(8, 25)})
     with caplog.at_level(logging.WARNING, logger="zero_trial"):

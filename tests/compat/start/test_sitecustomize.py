@@ -69,7 +69,7 @@ def test_other_paths_and_texts_about_a_path(tmp_path: Path) -> None:
     assert done.stdout == "/there/run/determined/x | /run/determined is a folder\n"
     info.write_text("PATH = '/var/determined/info'\n")
     done = python("import determined._info", [RELOCATION, tmp_path], DET_RUN_ROOT="/there")
-    assert done.returncode != 0 and "determined._info has no path that begins with /run/determined" in done.stderr
+    assert done.returncode != 0 and "determined._info has no path that starts with /run/determined" in done.stderr
 
 
 def test_another_sitecustomize_is_run_after_this_one(tmp_path: Path) -> None:

@@ -98,9 +98,9 @@ def _group(name: str) -> Any:
         return dist.group.WORLD
     if axis.group is None:
         raise MeshError(
-            "there is no group of one rank",
+            "a single rank has no such group",
             where=f"deepspeed.utils.groups: the {name} parallel group",
-            fix=f"Ask get_{name}_parallel_world_size() first.",
+            fix=f"Check get_{name}_parallel_world_size() first.",
         )
     return axis.group
 

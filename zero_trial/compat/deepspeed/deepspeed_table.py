@@ -268,7 +268,9 @@ def asked_for(env: Mapping[str, str]) -> str:
         return ""
     if value in ("1", "replace"):
         return value
-    raise ConfigError("this is not a value of the variable", where=VARIABLE, got=value, expected="0, 1 or replace")
+    raise ConfigError(
+        "invalid value of the environment variable", where=VARIABLE, got=value, expected="0, 1 or replace"
+    )
 
 
 def started_with_stand_in(env: Mapping[str, str], asked: str = "") -> dict[str, str]:
@@ -286,5 +288,5 @@ def pass_on_stand_in() -> None:
 
 
 def _stand_in(asked: str) -> StandIn:
-    fix = f"Uninstall deepspeed, or say {VARIABLE}=replace (zero-trial launch --replace-deepspeed)."
+    fix = f"Uninstall deepspeed, or set {VARIABLE}=replace (zero-trial launch --replace-deepspeed)."
     return StandIn("deepspeed", VERSION, TABLE, asked == "replace", fix)

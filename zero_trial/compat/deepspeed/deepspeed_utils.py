@@ -198,7 +198,7 @@ def split_params_into_different_moe_groups_for_optimizer(
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     if any(is_moe_param(param) for group in groups for param in group["params"]):
         raise ConfigError(
-            "a parameter of experts that one rank has (allreduce is False)", where="deepspeed.moe", fix=MOE
+            "a parameter of experts that only one rank has (allreduce is False)", where="deepspeed.moe", fix=MOE
         )
     return groups
 

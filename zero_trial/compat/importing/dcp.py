@@ -68,7 +68,7 @@ class DcpFolder:
         for index, info in places.items():
             key, place = _state(index, "MetadataIndex", str(path)), _state(info, "_StorageInfo", str(path))
             if place.get("transform_descriptors"):
-                raise CheckpointError("compressed entries cannot be read", where=str(path), got=str(key.get("fqn")))
+                raise CheckpointError("compressed entries are not supported", where=str(path), got=str(key.get("fqn")))
             start, length = as_integers([place.get("offset"), place.get("length")], f"{path}, {key.get('fqn')}")
             offsets = tuple(as_integers(key.get("offset") or (), f"{path}, {key.get('fqn')}"))
             name = str(place.get("relative_path"))
@@ -90,7 +90,7 @@ class DcpFolder:
         full = shape or ()
         parts = [(chunk, self._tensor(chunk, name)) for chunk in self._chunks.get(name, ())]
         if not parts:
-            raise CheckpointError("there are no values of a tensor", where=str(self.folder), got=name)
+            raise CheckpointError("a tensor has no values", where=str(self.folder), got=name)
         row = prod(full[1:])
         plain = all(not any(chunk.offsets[1:]) and part.shape[1:] == full[1:] for chunk, part in parts)
         if plain:
@@ -138,7 +138,7 @@ class DcpFolder:
         part = self._maps[chunk.file][chunk.start : chunk.start + chunk.length]
         if len(part) != chunk.length:
             raise CheckpointError(
-                "this file is cut short",
+                "this file is truncated",
                 where=str(path),
                 got=f"{len(self._maps[chunk.file])} bytes",
                 expected=f"{chunk.start + chunk.length}",
@@ -189,7 +189,7 @@ def read_dcp(source: Path, options: ImportOptions) -> ImportedState:
             add(key, f"state/{kind}/{options.own(name)}")
         _note_optimizer(folder, root, steps, {kind for _, kind in kinds}, state, left_out)
     elif root is not None:
-        left_out.append("the optimizer's state, as --no-optimizer asks")
+        left_out.append("the optimizer's state, because of --no-optimizer")
     form = f"torch.distributed.checkpoint, {len(rows)} files"
     return ImportedState(form, folder_name(source), list(rows.values()), state, left_out)
 
@@ -231,7 +231,10 @@ def _optimizer_root(folder: DcpFolder) -> str | None:
     roots = {name.partition("param_groups")[0] for name in folder.shapes if "param_groups" in name.split(".")}
     if len(roots) > 1:
         raise CheckpointError(
-            "there are several optimizers", where=str(folder.folder), got=", ".join(sorted(roots)), expected="one"
+            "several optimizers are not supported",
+            where=str(folder.folder),
+            got=", ".join(sorted(roots)),
+            expected="one",
         )
     return next(iter(roots), None)
 
@@ -264,7 +267,10 @@ def _model_prefix(folder: DcpFolder, root: str | None, trained: set[str]) -> str
         if all(prefix + name in folder.shapes for name in trained):
             return prefix
     raise CheckpointError(
-        "the optimizer's names are not the model's", where=str(folder.folder), got=first, expected="names of parameters"
+        "the optimizer's names do not match the model's",
+        where=str(folder.folder),
+        got=first,
+        expected="names of parameters",
     )
 
 

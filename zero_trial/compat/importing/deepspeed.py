@@ -79,7 +79,7 @@ def _sharded(
     model.check_shapes(shapes)
     if stage == 3 and len(model.parameters) != len(shapes.keys() | model.frozen_shapes().keys()):
         strangers = sorted(set(model.parameters) - shapes.keys() - model.frozen_shapes().keys())
-        raise CheckpointError("there are no values of some parameters", where=model.where, got=strangers[:4])
+        raise CheckpointError("some parameters have no values", where=model.where, got=strangers[:4])
     rows = model.weights(set(shapes), sharded=stage == 3)
     shards: list[list[Slice]] = [[] for _ in range(max(len(optimizers), len(rows)))]
     for index, row in enumerate(rows):
@@ -102,19 +102,17 @@ def _whole(model: ModelStates, options: ImportOptions, state: dict[str, Any], le
     """Read stage 0: the optimizer is in the model's file. Without one, read the weights."""
     placeholders = {name for name, tensor in model.tensors.items() if tensor.numel() == 0}
     if any(prod(shape) > 0 and name in placeholders for name, shape in model.frozen_shapes().items()):
-        raise CheckpointError("this is a checkpoint of ZeRO stage 3 without its optimizer files", where=model.where)
+        raise CheckpointError("a checkpoint of ZeRO stage 3 without its optimizer files", where=model.where)
     content = model.first.get("optimizer")
     if not isinstance(content, dict) or not content:
         listed = isinstance(model.first.get("param_shapes"), list)
         if listed:
-            left_out.append("the optimizer's state: there are no files *_optim_states.pt")
+            left_out.append("the optimizer's state: the files *_optim_states.pt are missing")
         return model.weights(set(), sharded=listed)
     state["loss_scaler"] = loss_scaler(content)
     if not options.with_optimizer:
         if "fp32_groups" in content or "fp32_groups_flat" in content:
-            left_out.append(
-                "the masters in fp32, which belong to the optimizer: weights have the parameters' own dtype"
-            )
+            left_out.append("the fp32 masters, which belong to the optimizer: weights have the parameters' own dtype")
         return model.weights(set(), sharded=False)
     optimizer = NumberedOptimizer(content, model, options)
     found = optimizer.slices()
@@ -156,7 +154,7 @@ def _dict(path: Path) -> State:
 def _inner(path: Path) -> State:
     found = _dict(path).get("optimizer_state_dict")
     if not isinstance(found, dict):
-        raise CheckpointError("there is no optimizer_state_dict", where=str(path))
+        raise CheckpointError("optimizer_state_dict is missing", where=str(path))
     return found
 
 
@@ -224,7 +222,7 @@ def _of_parameter(
     numbers: dict[str, float] = {}
     files = {path.stem: path for path in sorted(folder.glob("*.pt"))}
     if "fp32" not in files:
-        raise CheckpointError("there are no values of a parameter", where=str(folder), got="no fp32.pt")
+        raise CheckpointError("a parameter has no values", where=str(folder), got="no fp32.pt")
     for kind, path in files.items() if with_state else [("fp32", files["fp32"])]:
         content = read_torch_file(path)
         value = content.get("param") if isinstance(content, dict) else content

@@ -52,10 +52,10 @@ def find_deepspeed(source: Path, tag: str | None) -> DeepSpeedFolder | None:
         found = next((name for name in files if pattern.fullmatch(name)), None)
         if found is not None:
             raise CheckpointError(
-                f"a checkpoint with {kind} in files of their own is not imported",
+                f"a checkpoint with {kind} in separate files cannot be imported",
                 where=str(folder),
                 got=found,
-                fix="Save a whole state dict with the model's own code, and import that.",
+                fix="Save a complete state dict with the model's own code, and import it.",
             )
     universal = folder / "zero"
     return DeepSpeedFolder(folder, models, optimizers, universal if universal.is_dir() else None) if models else None
@@ -82,7 +82,7 @@ def _tag_folder(source: Path, tag: str | None) -> Path | None:
     ]
     if len(inside) > 1:
         raise CheckpointError(
-            "there are several checkpoints and no file that says which is the latest",
+            "several checkpoints were found, but no file that names the latest",
             where=str(source),
             got=", ".join(path.name for path in inside),
             fix="Choose one with --tag.",
@@ -98,16 +98,16 @@ def _by_rank(folder: Path, files: list[str], pattern: re.Pattern[str]) -> tuple[
             continue
         if int(match["part"]) != 0:
             raise CheckpointError(
-                "the checkpoint of a model in parallel parts is not imported",
+                "a checkpoint of a model in parallel parts cannot be imported",
                 where=str(folder),
                 got=name,
-                expected="files of mp_rank_00 alone",
-                fix="Join the parts with the model's own code, save a state dict, and import that.",
+                expected="only files of mp_rank_00",
+                fix="Join the parts with the model's own code, save a state dict, and import it.",
             )
         rank = int(match["rank"] or 0)
         if rank in found:
             raise CheckpointError(
-                "two files are of one rank: one of them is left over from another save",
+                "two files are of the same rank: one of them is left over from another save",
                 where=str(folder),
                 got=f"{found[rank]} and {name}",
                 fix="Move the older ones away.",
@@ -118,7 +118,7 @@ def _by_rank(folder: Path, files: list[str], pattern: re.Pattern[str]) -> tuple[
         raise CheckpointError(
             "a rank's file is missing",
             where=str(folder),
-            got=f"none of rank {missing[0]}",
+            got=f"no file of rank {missing[0]}",
             expected=f"ranks 0 to {max(found)}",
         )
     return tuple(folder / found[rank] for rank in sorted(found))
@@ -146,17 +146,19 @@ class ModelStates:
         module = self.first.get("module")
         if not isinstance(module, dict):
             raise CheckpointError(
-                "there are no weights in the file of model states",
+                "the file of model states contains no weights",
                 where=where,
                 got=f"module is {type(module).__name__}",
-                fix="Save a whole state dict with the model's own code, and import that.",
+                fix="Save a complete state dict with the model's own code, and import it.",
             )
         self.tensors = {
             options.own(str(name)): value.detach() for name, value in module.items() if isinstance(value, torch.Tensor)
         }
         self.not_tensors = [str(name) for name, value in module.items() if not isinstance(value, torch.Tensor)]
         if len(self.tensors) + len(self.not_tensors) != len(module):
-            raise CheckpointError("two tensors have one name without the prefix", where="--strip", got=options.strip)
+            raise CheckpointError(
+                "two tensors have the same name without the prefix", where="--strip", got=options.strip
+            )
         buffers = self.first.get("buffer_names")
         self.buffers = {options.own(str(name)) for name in buffers} if isinstance(buffers, list) else set()
         self.aliases = self._aliases()
@@ -192,7 +194,7 @@ class ModelStates:
             if name in frozen:
                 self._fragments(name, frozen[name], rows)
             elif sharded and self.tensors[name].numel() == 0:
-                raise CheckpointError("there are no values of a parameter", where=self.where, got=name)
+                raise CheckpointError("a parameter has no values", where=self.where, got=name)
             else:
                 rows[0].append(Slice.whole(f"param/{name}", self.tensors[name]))
         rows[0] += [
@@ -207,7 +209,7 @@ class ModelStates:
             if held is None or (held.shape != shape and held.numel() != 0):
                 got = "no such parameter" if held is None else f"shape {held.shape}"
                 raise CheckpointError(
-                    f"{name} differs in the module and the optimizer", where=self.where, got=got, expected=shape
+                    f"{name} differs between the module and the optimizer", where=self.where, got=got, expected=shape
                 )
 
     def _fragments(self, name: str, shape: tuple[int, ...], rows: list[list[Slice]]) -> None:

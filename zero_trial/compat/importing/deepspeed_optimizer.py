@@ -81,7 +81,7 @@ def flat_groups(model: State, optimizers: Sequence[State], options: ImportOption
     most = max(as_integers(counts, f"{where}, partition_count")) if isinstance(counts, list) and counts else counts
     if most != ranks:
         raise CheckpointError(
-            "some ranks' files are missing, or groups of ranks hold copies",
+            "some ranks' files are missing, or groups of ranks have copies",
             where=where,
             got=f"{ranks} files",
             expected=f"partition_count {counts}",
@@ -133,7 +133,7 @@ def _gaps(optimizer: State, count: int, where: str) -> list[list[int]] | None:
         return None
     listed = [as_integers(row, place) for row in found]
     if len(listed) != count:
-        raise CheckpointError("another number of flat buffers", where=place, got=len(listed), expected=count)
+        raise CheckpointError("a different number of flat buffers", where=place, got=len(listed), expected=count)
     return listed
 
 
@@ -236,7 +236,7 @@ def _other_layout(where: str, held: int, named: int) -> CheckpointError:
         where=where,
         got=f"buffers of {held} elements",
         expected=f"{named}, what the named parameters have, and padding",
-        fix="Save again with DeepSpeed 0.10 or later and without expert parallelism, or import the weights alone.",
+        fix="Save again with DeepSpeed 0.10 or later and without expert parallelism, or import only the weights.",
     )
 
 
@@ -285,7 +285,7 @@ class NumberedOptimizer:
                         for key, one in one_number(str(kind), value).items():
                             if own.setdefault(key, one) != one:
                                 raise CheckpointError(
-                                    f"tensors of one optimizer group have a {key} of their own",
+                                    f"tensors of one optimizer group have different values of {key}",
                                     where=self._where,
                                     got=f"{own[key]} and {one} in group {index}",
                                     fix="Import with --no-optimizer.",
@@ -393,14 +393,12 @@ class NumberedOptimizer:
                 after = self._fits(name, group, place) if name in self._model.tensors and place < end else -1
                 if after < 0:
                     got = f"group {group}, place {place}: {name}"
-                    raise CheckpointError("a given name cannot be that tensor's", where="--names", got=got)
+                    raise CheckpointError("a given name does not fit that tensor", where="--names", got=got)
                 row.append((name, place))
                 place = after
             if place != end:
                 got = f"{len(row)} names for group {group}"
-                raise CheckpointError(
-                    "too few names are given", where="--names", got=got, expected=f"up to place {end}"
-                )
+                raise CheckpointError("too few names", where="--names", got=got, expected=f"names up to place {end}")
             found.append(row)
         return found
 
@@ -435,10 +433,10 @@ def deal(names: Sequence[str], ends: Sequence[int], fits: Fits, where: str) -> l
         ways.append(step)
         reached = {state: min(2, sum(reached[origin] for origin, _ in origins)) for state, origins in step.items()}
         if len(reached) > MOST_STATES:
-            raise _unclear(where, "too many ways to tell them apart")
+            raise _unclear(where, "too many possible matches")
     count = reached.get(tuple(ends), 0)
     if count != 1:
-        raise _unclear(where, "more than one way to match them" if count else "no way to match them")
+        raise _unclear(where, "several possible matches" if count else "no possible match")
     return _trace(names, ways, tuple(ends))
 
 
@@ -458,8 +456,8 @@ def _trace(
 
 def _unclear(where: str, got: str) -> CheckpointError:
     return CheckpointError(
-        "the optimizer knows its parameters by number only, and their shapes do not tell which is which",
+        "the optimizer identifies its parameters only by number, and their shapes are ambiguous",
         where=where,
         got=got,
-        fix="Give --names FILE, a JSON list of the parameters' names in each group, in the order of param_groups; or --no-optimizer.",
+        fix="Pass --names FILE, a JSON list of the parameters' names in each group, in the order of param_groups; or --no-optimizer.",
     )

@@ -40,7 +40,7 @@ def read_source(source: Path, tag: str | None, options: ImportOptions) -> Import
     """Read a path with the reader of its format. Raises CheckpointError for a path of
     no known format, or a missing one."""
     if not source.exists():
-        raise CheckpointError("there is no such file or folder", where=str(source))
+        raise CheckpointError("no such file or folder", where=str(source))
     folder = find_deepspeed(source, tag)
     if folder is not None:
         try:
@@ -55,10 +55,10 @@ def read_source(source: Path, tag: str | None, options: ImportOptions) -> Import
         return add_trainer_state(source, read, options) if (source / TRAINER_STATE).is_file() else read
     if (source / MANIFEST_NAME).is_file() or any((path / MANIFEST_NAME).is_file() for path in source.iterdir()):
         raise CheckpointError(
-            "this is a checkpoint of zero_trial already", where=str(source), fix="Load it with engine.load_checkpoint."
+            "this is already a checkpoint of zero_trial", where=str(source), fix="Load it with engine.load_checkpoint."
         )
     raise CheckpointError(
-        "nothing here that can be imported",
+        "found nothing that can be imported",
         where=str(source),
         got=", ".join(sorted(path.name for path in source.iterdir())[:6]) or "an empty folder",
         expected=f"a DeepSpeed checkpoint (mp_rank_00_model_states.pt ...), or one of {', '.join(NAMES)}",
@@ -107,7 +107,7 @@ def read_weights(path: Path, options: ImportOptions) -> ImportedState:
         part.name.removeprefix("buffer/") for row in rows for part in row if part.name.startswith("buffer/")
     )
     notes = (
-        [f"taken for buffers, by name or dtype: {', '.join(buffers[:8])}{' ...' if len(buffers) > 8 else ''}"]
+        [f"treated as buffers, by name or dtype: {', '.join(buffers[:8])}{' ...' if len(buffers) > 8 else ''}"]
         if buffers
         else []
     )
@@ -134,7 +134,7 @@ def _tensors(path: Path, left_out: list[str]) -> dict[str, tuple[torch.Tensor, A
             break
     if not isinstance(content, dict):
         raise CheckpointError(
-            "there are no weights in this file", where=str(path), got=type(content).__name__, expected="a state dict"
+            "this file contains no weights", where=str(path), got=type(content).__name__, expected="a state dict"
         )
     found = {
         str(name): (value.detach(), same_elements(value) if value.numel() else object())
@@ -146,7 +146,7 @@ def _tensors(path: Path, left_out: list[str]) -> dict[str, tuple[torch.Tensor, A
     ]
     if not found:
         raise CheckpointError(
-            "there are no weights in this file", where=str(path), got="no tensor", expected="a state dict"
+            "this file contains no weights", where=str(path), got="no tensor", expected="a state dict"
         )
     return found
 
@@ -176,7 +176,7 @@ def _from_safetensors(path: Path) -> dict[str, tuple[torch.Tensor, Any]]:
 
 
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
-_GIVE_NAMES = "Give --names FILE, a JSON list of the parameters' names in each group; or --no-optimizer."
+_GIVE_NAMES = "Pass --names FILE, a JSON list of the parameters' names in each group; or --no-optimizer."
 
 
 def add_trainer_state(folder: Path, weights: ImportedState, options: ImportOptions) -> ImportedState:
@@ -200,7 +200,7 @@ def add_trainer_state(folder: Path, weights: ImportedState, options: ImportOptio
         own = [[options.own(name) for name in row] for row in names]
         rows.append(_optimizer(folder / _OPTIMIZER, own, shapes, state, left_out))
     elif not (folder / _OPTIMIZER).is_file():
-        left_out.append(f"the optimizer's state: there is no {_OPTIMIZER}")
+        left_out.append(f"the optimizer's state: {_OPTIMIZER} is missing")
     return replace(
         weights,
         kind=f"Hugging Face Trainer, {weights.kind}",
@@ -225,7 +225,7 @@ def _optimizer(
     found, scalars, kinds = [], {}, set()
     if [len(row) for row in names] != counts:
         raise CheckpointError(
-            "the optimizer has other parameters than the model",
+            "the optimizer has different parameters than the model",
             where=where,
             got=f"groups of {counts}",
             expected=f"groups of {[len(row) for row in names]}, with weight decay and without",
@@ -243,7 +243,7 @@ def _optimizer(
                 else:
                     got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
                     raise CheckpointError(
-                        f"{kind} is not that of {name}",
+                        f"{kind} does not fit {name}",
                         where=where,
                         got=got,
                         expected=shapes.get(name, "a parameter of the model"),
@@ -261,7 +261,7 @@ def _architecture(folder: Path) -> tuple[list[list[str]], dict[str, str]]:
         import transformers
     except ImportError as fault:
         raise CheckpointError(
-            "the optimizer knows its parameters by number, and transformers, which knows their order, is not installed",
+            "the optimizer identifies its parameters only by number, and transformers, which knows their order, is not installed",
             where=str(folder / _OPTIMIZER),
             fix=_GIVE_NAMES,
         ) from fault
@@ -273,7 +273,7 @@ def _architecture(folder: Path) -> tuple[list[list[str]], dict[str, str]]:
         decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))
     except Exception as fault:  # of a library's many kinds: a class that is not its own, a damaged file
         raise CheckpointError(
-            "the model's class cannot be built to learn its parameters' order",
+            "the model's class cannot be built to find its parameters' order",
             where=str(folder / "config.json"),
             got=f"{type(fault).__name__}: {fault}"[:200],
             fix=_GIVE_NAMES,

@@ -111,9 +111,9 @@ def write_imported(imported: ImportedState, directory: Path, tag: str | None = N
     disk, final = DurableFiles(), directory / check_tag(tag or imported.tag)
     if (final / MANIFEST_NAME).exists():
         raise CheckpointError(
-            "there is a checkpoint of that name already",
+            "a checkpoint of that name already exists",
             where=str(final),
-            fix="Give the new one another with --as TAG, or move that one away: it is not overwritten.",
+            fix="Choose another name with --as TAG, or move the existing checkpoint away: it is not overwritten.",
         )
     state, tensors = encode_state(dict(imported.state), "engine")
     folder = begin(final, disk)
@@ -278,7 +278,7 @@ def common_step(steps: set[float], where: str) -> dict[str, float]:
     CheckpointError where they differ."""
     if len(steps) > 1:
         raise CheckpointError(
-            "tensors of one optimizer group have a step of their own",
+            "tensors of one optimizer group have different step numbers",
             where=where,
             got=", ".join(map(str, sorted(steps)[:4])),
             fix="Import with --no-optimizer.",

@@ -120,18 +120,18 @@ def _check(file: IO[bytes], path: Path) -> list[zipfile.ZipInfo]:
             damaged, entries = archive.testzip(), archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, RuntimeError, NotImplementedError, EOFError) as fault:
         raise CheckpointError(
-            "this is not a whole file of torch.save",
+            "this is not a complete file of torch.save",
             where=str(path),
             got=str(fault),
-            fix='Copy it again. A file of torch before 1.6 is converted by python -c "import torch; '
-            "torch.save(torch.load('OLD', weights_only=True), 'NEW')\".",
+            fix="Copy it again. Convert a file of torch before 1.6 with python -c \"import torch; torch.save(torch.load('OLD', "
+            "weights_only=True), 'NEW')\".",
         ) from fault
     if damaged is not None:
         raise CheckpointError(
             "this file is damaged",
             where=str(path),
-            got=f"{damaged} has another CRC-32 than when it was written",
-            fix="Copy it again from where it was written.",
+            got=f"a different CRC-32 of {damaged} than when it was written",
+            fix="Copy it again from its source.",
         )
     return entries
 
@@ -152,8 +152,8 @@ def _load(source: str | IO[bytes], file: IO[bytes], path: Path, **options: Any) 
             "torch.load(weights_only=True) does not read this file",
             where=str(path),
             got=f"{type(fault).__name__}: {fault}".partition("\n")[0][:200],
-            fix="Nothing of it was run. If you know where it comes from, load it with the program that wrote it and "
-            "torch.save the tensors, lists, dicts and numbers alone, with pickle's protocol 2.",
+            fix="No code from the file was run. If you trust its source, load it with the program that wrote it, and torch.save only tensors, "
+            "lists, dicts and numbers, with pickle's protocol 2.",
         ) from fault
 
 
@@ -206,5 +206,5 @@ def unexpected(value: Any, where: str, expected: str) -> CheckpointError:
         where=where,
         got=f"{got} {value!r}"[:60] if isinstance(value, (str, int, float)) else got[:60],
         expected=expected,
-        fix="Copy the file again from where it was written.",
+        fix="Copy the file again from its source.",
     )

@@ -45,7 +45,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     directory = Path(checkpoint_dir)
     if not directory.is_dir():
-        raise CheckpointError("there is no such folder", where=str(directory))
+        raise CheckpointError("the folder does not exist", where=str(directory))
     ours = (directory / tag / MANIFEST_NAME).is_file() if tag is not None else not (directory / "latest").is_file()
     theirs = None if ours and tag is not None else find_deepspeed(directory, tag)
     if theirs is None:
@@ -59,9 +59,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
         aliases, frozen = imported.state["aliases"], imported.state["frozen"]
     if exclude_frozen_parameters and frozen is None:
         raise CheckpointError(
-            "this checkpoint does not say which parameters are frozen",
+            "this checkpoint does not record which parameters are frozen",
             where=str(directory),
-            fix="Leave exclude_frozen_parameters out, and remove them from the result.",
+            fix="Omit exclude_frozen_parameters, and remove them from the result.",
         )
     left_out = set(frozen or ()) if exclude_frozen_parameters else set()
     narrow = {name for name, weight in weights.items() if weight.is_floating_point() and weight.dtype.itemsize < 4}
@@ -122,11 +122,11 @@ def load_state_dict_from_zero_checkpoint(
     missing, unexpected = model.load_state_dict(state, strict=False)
     if state and len(unexpected) == len(state):
         raise CheckpointError(
-            "no tensor of the checkpoint has a name of the model",
+            "no tensor of the checkpoint has the name of a model parameter",
             where=str(checkpoint_dir),
             got=", ".join(sorted(unexpected)[:3]),
             expected=", ".join(sorted(missing)[:3]),
-            fix="Pass the module that was given to initialize().",
+            fix="Pass the module that was passed to initialize().",
         )
     if missing or unexpected:
         log.warning("not in the checkpoint: %s; not in the model: %s", missing or "none", unexpected or "none")
@@ -141,10 +141,10 @@ def _of_ours(directory: Path, tag: str | None) -> tuple[dict[str, torch.Tensor],
     inventory = take_inventory(reader.manifest)
     if inventory.parts > 1:
         raise ConfigError(
-            "the model is parallel itself: its parts have the same names, and only its own code knows how it has cut them",
+            "the model is parallel itself: its parts have the same names, and only its own code knows how the weights are split",
             where=str(folder),
             got=f"{inventory.parts} parts",
-            fix=f"Export each by itself: zero-trial ckpt export --part 0 to --part {inventory.parts - 1}.",
+            fix=f"Export each part separately: zero-trial ckpt export --part 0 to --part {inventory.parts - 1}.",
         )
     weights = {held.name: reader.read(held.stored) for held in inventory.in_part(0)}
     frozen = inventory.state.get("frozen")

@@ -75,8 +75,8 @@ class _RelocatingLoader(SourceFileLoader):
         if found != set(starts):
             missing = ", ".join(sorted(set(starts) - found))
             raise ImportError(
-                f"{fullname} has no path that begins with {missing}: this version of determined keeps its files elsewhere, "
-                "and the embedded master cannot run it beside others. Install determined 0.38.1.",
+                f"{fullname} has no path that starts with {missing}: this version of determined keeps its files elsewhere, and the embedded "
+                "master cannot run several of its trials at once. Install determined 0.38.1.",
                 name=fullname,
             )
         return moved

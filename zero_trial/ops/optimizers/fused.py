@@ -97,7 +97,7 @@ class FusedOptimizer(ShardOptimizer):
             for key in ("amsgrad", "maximize"):
                 if group.get(key):
                     raise ConfigError(
-                        f"{type(self).__name__} cannot go on with state of this kind", got=f"{key} {group[key]}"
+                        f"{type(self).__name__} cannot load state of this kind", got=f"{key} {group[key]}"
                     )
 
     def update(self, updates: Sequence[ShardUpdate], multiplier: float) -> None:
@@ -153,7 +153,9 @@ class FusedOptimizer(ShardOptimizer):
 
 def _grads_are_dropped(set_grad_none: bool) -> None:
     if not set_grad_none:
-        raise _no_variant("set_grad_none", "it says how zero_grad() works", "Call zero_grad(set_to_none=False).")
+        raise _no_variant(
+            "set_grad_none", "set_grad_none is an option of zero_grad()", "Call zero_grad(set_to_none=False)."
+        )
 
 
 def _no_variant(key: str, reason: str, fix: str) -> ConfigError:
@@ -194,7 +196,7 @@ class FusedAdam(FusedOptimizer):
     ) -> None:
         _require(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         if amsgrad:
-            raise _no_variant("amsgrad", "FusedAdam has no AMSGrad form", "Use torch.optim.AdamW(amsgrad=True).")
+            raise _no_variant("amsgrad", "FusedAdam has no AMSGrad variant", "Use torch.optim.AdamW(amsgrad=True).")
         _grads_are_dropped(set_grad_none)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"decoupled_weight_decay": adam_w_mode, "bias_correction": bias_correction}
@@ -232,7 +234,7 @@ class CPUAdam(FusedAdam):
         found = {p.device.type for p in self.param_groups[-1]["params"]} - {"cpu"}
         if found:
             raise ConfigError(
-                "CPUAdam works on CPU tensors", got=", ".join(sorted(found)), expected="cpu", fix="Use FusedAdam."
+                "CPUAdam only works on CPU tensors", got=", ".join(sorted(found)), expected="cpu", fix="Use FusedAdam."
             )
 
 

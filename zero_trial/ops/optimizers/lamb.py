@@ -81,7 +81,7 @@ class FusedLamb(ShardOptimizer):
     ) -> None:
         if amsgrad or eps_inside_sqrt or max_grad_norm:
             raise ConfigError(
-                "FusedLamb takes these arguments of DeepSpeed's with one value only",
+                "FusedLamb supports only one value of these DeepSpeed arguments",
                 where="optimizer.params",
                 got=f"amsgrad {amsgrad}, eps_inside_sqrt {eps_inside_sqrt}, max_grad_norm {max_grad_norm}",
                 expected="False, False, 0: eps is added outside the root, and gradients are clipped before the step",

@@ -87,10 +87,10 @@ class ShardOptimizer(torch.optim.Optimizer):
                 if group.get(key) and key not in self.defaults:
                     # user code asks for another algorithm, which torch's class of the name has
                     raise ConfigError(
-                        f"{type(self).__name__} does not have {key}",
+                        f"{type(self).__name__} does not support {key}",
                         where=f"optimizer.param_groups[{index}]",
                         got=f"{key}={group[key]}",
-                        fix=f'Name it in ds_config ("params": {{"{key}": ...}}), which then takes torch\'s own class, or remove it.',
+                        fix=f'Set it in ds_config ("params": {{"{key}": ...}}), which then uses torch\'s own class, or remove it.',
                     )
         given = self._with_gradients() if updates is None else updates
         self.update(given, multiplier)
@@ -113,7 +113,7 @@ class ShardOptimizer(torch.optim.Optimizer):
                 if piece.grad is not None:
                     if piece.grad.layout is not torch.strided:
                         raise ConfigError(
-                            f"{type(self).__name__} does not take sparse gradients",
+                            f"{type(self).__name__} does not support sparse gradients",
                             got=f"{piece.grad.layout} for a parameter of shape {tuple(piece.shape)}",
                             fix="Build the embedding with sparse=False, or use torch.optim.SparseAdam for it.",
                         )
@@ -139,7 +139,7 @@ def require_numbers(name: str, fits: bool, expected: str, **numbers: Any) -> Non
     """Raise ConfigError for numbers that an optimizer cannot use, unless they fit."""
     if not fits:
         got = ", ".join(f"{key} {value}" for key, value in numbers.items())
-        what = f"{name} cannot use these numbers"
+        what = f"{name} does not accept these values"
         raise ConfigError(what, where="optimizer.params", got=got, expected=expected)
 
 
@@ -253,19 +253,19 @@ class StepGuard:
         """Raise ConfigError unless the optimizer had hooks when it was built over whole tensors."""
         if not self._as_built:
             raise ConfigError(
-                "hooks, or a step of its own, were added to this optimizer after initialize()",
+                "hooks or a replaced step() were added to this optimizer after initialize()",
                 where="optimizer",
-                got=f"{type(optimizer).__name__}, which steps on flat pieces of this rank",
+                got=f"{type(optimizer).__name__}, which updates flat pieces of parameters on this rank",
                 expected="hooks that see whole parameters and gradients",
-                fix="Register them before initialize(), which then gives the optimizer whole tensors; "
-                "or look at gradients with safe_get_full_grad before engine.step().",
+                fix="Add them before initialize(), so that the optimizer gets whole tensors; or read gradients with safe_get_full_grad before "
+                "engine.step().",
             )
 
 
 def past_engine() -> TrialError:
     """Return the error for a step of an optimizer that its engine steps."""
     return TrialError(
-        "the engine steps this optimizer: it reduces, clips and unscales the gradients before, and gathers the parameters after",
+        "the engine steps this optimizer: it first reduces, unscales and clips the gradients, and then gathers the parameters",
         where="optimizer.step",
         fix="Call engine.step() instead, and leave optimizer.zero_grad() and a GradScaler out (fp16 in ds_config scales the loss).",
     )
@@ -280,8 +280,8 @@ def refuse_state_hooks(optimizer: torch.optim.Optimizer) -> None:
 def state_hooks(optimizer: torch.optim.Optimizer) -> ConfigError:
     """Return the error for hooks on state dicts."""
     return ConfigError(
-        "hooks on this optimizer's state dicts would not run: checkpoints hold its state by tensor",
+        "hooks on this optimizer's state dicts would not run: checkpoints store its state by tensor",
         where="optimizer",
         got=f"state_dict hooks on {type(optimizer).__name__}",
-        fix="Remove them. What they add belongs into client_state of engine.save_checkpoint().",
+        fix="Remove them, and put what they add into client_state of engine.save_checkpoint().",
     )

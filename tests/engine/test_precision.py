@@ -493,5 +493,5 @@ def test_a_weight_that_stays_fp32_is_named_where_it_meets_another_dtype() -> Non
             return nn.functional.linear(x, self.first.weight)
 
     engine = build_engine(Case(Functional, loss, config=PRECISIONS["bf16"][2] | KEPT), STAGES["zero1"])
-    with pytest.raises(TrialError, match=r"stay fp32 \(first.weight, .*\): two dtypes meet .* only what enters"):
+    with pytest.raises(TrialError, match=r"stay fp32 \(first.weight, .*\): two dtypes meet .* only casts"):
         engine(torch.ones(4, 5))

@@ -95,9 +95,9 @@ class BackwardPasses:
         self._observer = observer
         self.pending = 0  # passes since the last step
         self.total = 0  # passes of the run
-        self.accumulates = False  # the caller has accumulated by no_sync() or coalesced(), or was warned
-        self.syncs = True  # backward passes reduce their gradients, where the plan says so
-        self.cut_off = False  # an exception has ended a block of coalesced() in this step
+        self.accumulates = False  # whether the caller used no_sync() or coalesced(), or was warned
+        self.syncs = True  # whether backward passes reduce their gradients, if the plan does so
+        self.cut_off = False  # whether an exception ended a coalesced() block in this step
         self._noted: _NotedPass | None = None
         self._division_logged = False
         self._hook = functools.partial(_note, weakref.ref(self))
@@ -339,9 +339,11 @@ class BackwardPasses:
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
-        """Reduce the gradients of all passes inside the block at its end, or with those of later
-        micro-batches where the plan reduces once for all."""
-        self.require_outside("engine.coalesce_grad_reduction", "it cannot be nested in itself or in no_sync()")
+        """Reduce the gradients of all passes of the block at its end, or together with those of
+        later micro-batches if the plan reduces once per step."""
+        self.require_outside(
+            "engine.coalesce_grad_reduction", "coalesce_grad_reduction() cannot be nested in itself or in no_sync()"
+        )
         self.syncs, self.cut_off, self.accumulates = False, True, True
         try:
             yield

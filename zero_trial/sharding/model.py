@@ -343,7 +343,7 @@ class ShardedModel:
         }
 
     def buffers(self) -> list[torch.Tensor]:
-        """List the flat buffers whose memory is freed and allocated again, or not allocated by
+        """List the flat buffers whose memory is freed and reallocated, or not allocated by
         torch: parameters, shards, gradients in flight, buffers of offloaded shards."""
         of_groups = [buffer for group in self.groups for buffer in (group.full, group.shard)]
         of_grads = [buffer for grads in self.grad_buffers for buffer in (grads.full, grads.shard)]
@@ -421,5 +421,5 @@ def on_host(tensor: torch.Tensor) -> bool:
 
 
 def _swap_buffers(groups: Sequence[ParamGroup]) -> Sequence[torch.Tensor]:
-    """List the buffers through which offloaded shards are read: all groups share them."""
+    """List the buffers that offloaded shards are read through; all groups share them."""
     return next((group.offloaded.buffers for group in groups if group.offloaded is not None), ())

@@ -269,8 +269,8 @@ def explain_dtypes(call: Callable[..., Any], wide: Sequence[str]) -> Callable[..
                 "two dtypes meet in the forward",
                 where=f"tensors that stay fp32 ({', '.join(wide[:3])}{' ...' if wide[3:] else ''})",
                 got=str(error).splitlines()[0],
-                fix="Cast what is computed from them to the activations' dtype. data_types.buffer_dtype casts such buffers; a "
-                "module that stays fp32 casts only what enters and leaves its own forward.",
+                fix="Cast the results computed from them to the activations' dtype. data_types.buffer_dtype casts such buffers; a "
+                "module that stays fp32 only casts the inputs and outputs of its own forward.",
             ) from error
 
     return explained if wide else call

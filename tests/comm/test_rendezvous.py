@@ -140,15 +140,15 @@ def test_absent_ranks_are_named_by_all(monkeypatch: pytest.MonkeyPatch, caplog: 
     found = come((0, 2), 4, LATER)
     assert {text[:12] for text in caplog.messages[:2]} == {"rank 0 of 4 ", "rank 2 of 4 "}
     later = f" s of {LATER.total_seconds():.0f} (comm_timeout_seconds): rank 0 of 4, init_distributed: the ranks did not find"
-    assert any(later in text and "rank 1, rank 3 never came" in text for text in caplog.messages[2:])
+    assert any(later in text and "rank 1, rank 3 never arrived" in text for text in caplog.messages[2:])
     for rank in (0, 2):
         assert found[rank].startswith(f"rank {rank} of 4, init_distributed: the ranks did not find each other: ")
-        assert "rank 1, rank 3 never came" in found[rank] and found[rank].endswith("unset RANK and WORLD_SIZE.")
+        assert "rank 1, rank 3 never arrived" in found[rank] and found[rank].endswith("unset RANK and WORLD_SIZE.")
 
 
 def test_rank_0_which_keeps_the_store_is_named_by_the_others() -> None:
     text = come((1,), 2)[1]
-    assert "rank 0 never came: got 127.0.0.1:" in text and "Connection refused" in text
+    assert "rank 0 never arrived: got 127.0.0.1:" in text and "Connection refused" in text
 
 
 def test_other_meeting_places_are_torchs_own(tmp_path: Any) -> None:

@@ -432,7 +432,7 @@ def rendezvous_error(
         f"the ranks did not find each other: {f'{absent} never arrived' if missing else printable(error)}",
         where=f"rank {env.rank} of {env.world_size}, init_distributed",
         got=_unreachable(*place) if place is not None else None,
-        fix=f"Check that {absent or 'every rank'} was started, and that MASTER_ADDR and MASTER_PORT are reachable from there."
+        fix=f"Check that {absent or 'every rank'} was started, and that MASTER_ADDR and MASTER_PORT are reachable from its host."
         + (" To train on one process, unset RANK and WORLD_SIZE." if alone else ""),
     )
 

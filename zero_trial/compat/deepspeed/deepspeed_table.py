@@ -52,7 +52,7 @@ REFUSED_MODULES: dict[str, Refused] = {
         ],
         "set pipeline.schedule in ds_config to select a schedule": ["runtime.pipe.schedule"],
         "set wall_clock_breakdown in ds_config": ["utils.timer"],
-        "use `zero-trial launch --nnodes LEAST:MOST` for an elastic run": ["elasticity"],
+        "use `zero-trial launch --nnodes MIN:MAX` for an elastic run": ["elasticity"],
     }.items()
     for module in modules
 }

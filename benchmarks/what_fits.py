@@ -206,7 +206,8 @@ def page(models: Iterable[str] = SHAPES) -> str:
             "dash means that no option fits. The models are Llamas in bf16 with AdamW and activation checkpointing, with "
             f"one sequence of {SEQUENCE} tokens per rank and step, sharded over all ranks without other parallelism. "
             f"{1 - _ROOM:.0%} of each GPU is reserved for its context, NCCL and kernels. To plan your own model, run "
-            "[`zero-trial plan --ranks N --gpu-memory 80GiB`](offload.md). `python benchmarks/what_fits.py` writes this page."
+            "[`zero-trial plan EXPERIMENT.yaml MODEL_DIR --ranks N --gpu-memory 80GiB`](offload.md). "
+            "`python benchmarks/what_fits.py` writes this page."
         ),
         "",
         *_table(["model", "ranks", *(f"{gpu} GiB" for gpu in GPUS)], rows),

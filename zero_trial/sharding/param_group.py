@@ -50,6 +50,7 @@ from zero_trial.sharding.guards.freed import (
     sharded_class,
 )
 from zero_trial.sharding.layout import Layout, has_own_master
+from zero_trial.sharding.offload.region_file import transfer_buffer
 from zero_trial.sharding.plan import Home, Lifetime, OffloadedShard, ZeroPlan
 
 
@@ -115,12 +116,15 @@ class ParamGroup:
         self.comm = comm
         always = plan.params is Lifetime.ALWAYS
         # Values that are sent in every step are in a buffer that peers can read in place; memory
-        # that is freed is ordinary, and there is none before the first gather.
-        self.full = (
-            comm.buffer(layout.numel, dtype, device)
-            if always
-            else torch.empty(layout.numel, dtype=dtype, device=device)
-        )
+        # that is freed is ordinary, and there is none before the first gather. First values that a
+        # file takes are in pages of their own, which go back to the system: holes in malloc's heap
+        # would not, and could become as large as the model.
+        if always:
+            self.full = comm.buffer(layout.numel, dtype, device)
+        elif plan.home is Home.NVME and device.type == "cpu":
+            self.full = transfer_buffer(layout.numel * dtype.itemsize).view(dtype)
+        else:
+            self.full = torch.empty(layout.numel, dtype=dtype, device=device)
         self.attached = AttachedParams(self.params, self.full, layout, always=always, real=self.real)
         # until its home takes the values, and with them the memory
         away = plan.home is not Home.DEVICE

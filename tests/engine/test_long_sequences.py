@@ -59,6 +59,19 @@ def test_loss_and_gradients_are_those_of_the_plain_loss(options: dict[str, Any])
         torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_label_whose_probability_underflows_has_its_whole_loss(smoothing: float) -> None:
+    given = head()
+    given["weight"] = (60 * given["weight"].detach()).requires_grad_()
+    ours, theirs = (
+        loss(labels=labels(), label_smoothing=smoothing, **given) for loss in (chunked_cross_entropy, plain)
+    )
+    assert theirs > 400
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    found, wanted = (torch.autograd.grad(loss, list(given.values())) for loss in (ours, theirs))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_labels_that_are_all_ignored_leave_no_gradient() -> None:
     given = head()
     loss = chunked_cross_entropy(labels=torch.full((2, 35), -100), **given)

@@ -69,7 +69,7 @@ BROKEN = [
     ('{"a": "\\q"}', "f:1: an unknown escape"),
     ('{"a": "\\u00g0"}', "f:1: an unknown escape"),
     ("{\n\n: 1}", "f:3: a key is missing"),
-    ('{"a": 1 /* x', "f:1: a comment is not closed"),
+    ('{"a": 1 /* x', "f:1: a comment is not terminated"),
     ('{"a": 1,\n"b": {"c": True}}', "f:2: Python, not JSON: got True, expected true"),
     ('{"a": None,\n}', "f:1: Python, not JSON: got None, expected null"),
     ('{"a":' * 100 + "1" + "}" * 100, "too deeply nested"),

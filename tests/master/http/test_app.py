@@ -319,7 +319,7 @@ def test_literal_parts_win_and_nothing_is_guessed() -> None:
 
 def test_parts_of_determined_that_are_not_here_say_what_to_do(ask: Ask) -> None:
     for path, words in (
-        ("/api/v1/notebooks", "run the program itself"),
+        ("/api/v1/notebooks", "run the program directly"),
         ("/api/v1/tensorboards/7/kill", "the live page shows the curves"),
         ("/api/v1/trials/7/retain_logs", "logs are kept"),
         ("/api/v1/workspaces/1/namespace-bindings", "no namespaces"),

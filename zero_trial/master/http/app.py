@@ -249,7 +249,7 @@ _UNSUPPORTED: Mapping[str, str] = {
     "/api/v1/commands": f"{_NO_TASKS}: {_PLAIN}",
     "/api/v1/tensorboards": f"{_NO_TASKS}: the live page shows the curves (zero-trial master up prints its address); for files that "
     "a trial writes, run 'tensorboard --logdir STORAGE', where STORAGE is the host_path of the experiment's checkpoint_storage",
-    "/api/v1/generic-tasks": "generic tasks are not run by the embedded master: submit an experiment",
+    "/api/v1/generic-tasks": "the embedded master does not run generic tasks: submit an experiment",
     "/api/v1/webhooks": "the embedded master sends no webhooks",
     "/api/v1/groups": _NO_ROLES,
     "/api/v1/roles": _NO_ROLES,

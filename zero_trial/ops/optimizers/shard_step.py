@@ -267,7 +267,7 @@ def past_engine() -> TrialError:
     return TrialError(
         "the engine steps this optimizer: it first reduces, unscales and clips the gradients, and then gathers the parameters",
         where="optimizer.step",
-        fix="Call engine.step() instead, and leave optimizer.zero_grad() and a GradScaler out (fp16 in ds_config scales the loss).",
+        fix="Call engine.step() instead, and remove optimizer.zero_grad() and a GradScaler (fp16 in ds_config scales the loss).",
     )
 
 

@@ -59,8 +59,8 @@ class Transport:
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int, look: Look | None = None) -> Steps:
         """Sum ``full`` (n,) over the ranks into ``out`` (n/N,), this rank's part.
 
-        ``look(sum, contributions)`` is called with what each peer (by axis index) put in, where the
-        transport has that; with none elsewhere.
+        ``look(sum, contributions)`` is called with each peer's contribution (by axis index) if the
+        transport can access them, otherwise without contributions.
         """
         raise NotImplementedError
 
@@ -79,12 +79,12 @@ class Transport:
         yield [dist.broadcast(values, root, group=self.group, async_op=True)]
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> Steps:
-        """Send part j of ``sent`` to rank j, and put what rank i sends here into part i of
-        ``received``; see :data:`Counts`. This rank's own part is empty."""
+        """Send part j of ``sent`` to rank j, and receive rank i's part into part i of ``received``;
+        see :data:`Counts`. This rank's own part is empty."""
         raise NotImplementedError
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor on the host, from which this transport sends at the least cost."""
+        """Return a flat tensor on the host, from which this transport can send most cheaply."""
         return torch.empty(numel, dtype=dtype)
 
     def trim(self) -> None:
@@ -120,9 +120,9 @@ class NativeTransport(Transport):
 class DirectTransport(Transport):
     """Point-to-point exchange between all ranks of an axis.
 
-    Price per rank and collective of n elements on N ranks: sends and receives n (N-1)/N;
-    reduce_scatter holds n (N-1)/N elements of received contributions until ``add`` has made the
-    sum.
+    Cost per rank and collective of n elements on N ranks: sends and receives n (N-1)/N;
+    reduce_scatter holds n (N-1)/N elements of received contributions until ``add`` has summed
+    them.
     """
 
     name = "gloo"
@@ -180,9 +180,9 @@ def peers_from(index: int, size: int) -> list[int]:
 
 
 def moves_host_tensors(group: Any) -> bool:
-    """Say whether ``group`` (None: the world) has a backend for tensors on the host.
+    """Return whether ``group`` (None: the world) has a backend for tensors on the host.
 
-    ``cpu:gloo,cuda:nccl`` has one, ``nccl`` has none.
+    ``cpu:gloo,cuda:nccl`` has one, ``nccl`` does not.
     """
     return "cpu:" in dist.get_backend_config(group)
 
@@ -198,16 +198,16 @@ def moves_host_tensors(group: Any) -> bool:
 #     broadcast        arrived   | copy the source's       | read
 #     all_to_all       arrived   | copy the peers' parts   | read
 #
-# After the last phase no peer reads this rank's tensor any more: it may be written or freed. A
-# tensor of the arena is read where it is; any other one is copied into the arena first. Each rank
-# decides this for itself, because the posted offset says where its tensor is.
+# After the last phase no peer reads this rank's tensor: it may be written or freed. A tensor in the
+# arena is read directly; any other tensor is copied into the arena first. Each rank decides this
+# independently, because the posted offset says where its tensor is.
 #
-# A rank goes on with all of its collectives while it waits for one, and at each start. Ranks may
-# thus wait in different orders, and a rank that is ahead is seldom held up by a peer that has yet
+# While a rank waits for a collective, and at each start, it advances all of its collectives. Ranks
+# may thus wait in different orders, and a rank that is ahead seldom waits for a peer that has yet
 # to read.
 #
-# Price per rank, n elements on N ranks: reads n (N-1)/N and writes as many sums or copies; a tensor
-# that is not in the arena costs a copy of it. Sums are made in rank order, as in direct exchange.
+# Cost per rank, n elements on N ranks: reads n (N-1)/N and writes as many sums or copies; a tensor
+# outside of the arena costs one more copy. Sums are computed in rank order, as in direct exchange.
 
 SLOTS = 1024
 _SLOT = 4  # numbers: mark, tag, offset, unused
@@ -216,12 +216,12 @@ ARRIVED, SUMMED, READ = 1, 2, 3
 
 
 class CallBoard:
-    """The calls of one axis: each rank has a ring of numbered slots that it alone writes.
+    """The calls of one axis: each rank has a ring of numbered slots that only it writes.
 
-    All ranks of the axis start their collectives in one order (also those of several engines on the
-    same ranks), so number k is the same collective everywhere. A slot's mark is k * 4 + phase, and
-    only grows. A rank starts call k + SLOTS when its call k is over, that is when all ranks have
-    read in it.
+    All ranks of the axis start their collectives in the same order (also those of several engines
+    on the same ranks), so number k is the same collective everywhere. A slot's mark is k * 4 +
+    phase, and only grows. A rank starts call k + SLOTS when its call k is over, i.e. when all ranks
+    have read in it.
     """
 
     NBYTES = SLOTS * _SLOT * 8
@@ -234,10 +234,10 @@ class CallBoard:
 
 
 class Call:
-    """One collective as this rank sees it, with what peers read of it, which must live as long.
+    """One collective as this rank sees it. Keeps the tensor alive that peers read.
 
-    It is waited for like a work of torch.distributed: until all peers have reached the phase that
-    this rank has reached.
+    Callers wait for it like for a work of torch.distributed: until all peers have reached this
+    rank's phase.
     """
 
     def __init__(self, board: CallBoard, tag: int, sent: torch.Tensor, offset: int) -> None:
@@ -249,7 +249,7 @@ class Call:
         board.own[self.at + 1], board.own[self.at + 2] = tag, offset
 
     def reach(self, phase: int) -> Works:
-        """Announce that this rank has reached ``phase``; return what to wait for."""
+        """Announce that this rank has reached ``phase``; return the works to wait for."""
         self._phase = phase
         self._board.own[self.at] = self._first + phase  # last: a reader that sees the mark sees the rest
         return [self]
@@ -273,7 +273,7 @@ class Call:
 
 
 class SharedTransport(Transport):
-    """Collectives on one axis whose ranks are all on this host. ``add`` makes the sums."""
+    """Collectives on one axis whose ranks are all on this host. ``add`` computes the sums."""
 
     name = "shared memory"
     shares_memory = True
@@ -319,8 +319,8 @@ class SharedTransport(Transport):
         self._sum(call, full, own, look)
         if call.sent is not full:
             call.sent.view(self._size, -1)[self._index].copy_(own)
-        # The sum of a part is where its owner has put it. Peers still read their own parts of
-        # this rank's tensor, so that none of those is overwritten before all have summed.
+        # Read the sum of each part from its owner. Peers may still read their own parts of this
+        # rank's tensor, so no part is overwritten before all ranks have summed.
         yield call.reach(SUMMED)
         for peer in self._peers:
             parts[peer].copy_(self._read(call, peer, full.dtype, own.numel(), peer * own.nbytes))
@@ -348,8 +348,8 @@ class SharedTransport(Transport):
         self._arena.trim()
 
     def _post(self, values: torch.Tensor, tag: int) -> Call:
-        """Start the next call of the axis, in which peers read ``values``, or a copy of them. Its
-        slot must be free: the call that had it is over."""
+        """Start the next call of the axis, in which peers read ``values``, or a copy of them. Waits
+        until its slot is free, i.e. until the slot's earlier call is over."""
         offset = self._arena.offset_of(values)
         if offset is None:
             values = self._arena.tensor(values.numel(), values.dtype).copy_(values)
@@ -423,9 +423,8 @@ class Traffic:
 class CommCounters:
     """Sums of traffic since the last :meth:`reset`, by (kind, axis).
 
-    An entry counts what this rank has to send in the best algorithm, so that the formulas of the
-    ZeRO paper can be compared with it directly. With n elements in the whole buffer and N ranks on
-    the axis:
+    An entry counts the elements that this rank must send in the optimal algorithm, as in the
+    formulas of the ZeRO paper. With n elements in the full buffer and N ranks on the axis:
 
         reduce_scatter, all_gather    n (N-1)/N
         all_reduce                  2 n (N-1)/N

@@ -1,11 +1,11 @@
-"""Collectives along one axis, as this rank calls them: counted, bounded in time, by the transport
-that the tensors can take.
+"""Collectives along one axis, as this rank calls them: counted, with a timeout, over the transport
+that fits the tensors.
 
 Every verb is collective over the axis: all its ranks must call it in the same order. An axis of one
 rank communicates nothing and costs nothing.
 
-A verb is written once, in AxisComm; a :class:`~zero_trial.comm.backends.Transport` moves the
-tensors, control values too. What is under way is a :class:`~zero_trial.comm.waits.Pending`.
+Each verb is implemented once, in AxisComm; a :class:`~zero_trial.comm.backends.Transport` moves
+tensors and control values. A verb in flight is a :class:`~zero_trial.comm.waits.Pending`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from zero_trial.errors import MeshError
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
-# Tensors of broadcasts that failed. They must outlive the group: a thread of gloo still holds them,
-# and freeing a tensor that no Python code holds takes the interpreter's lock, which the thread that
-# frees the group has while it waits for gloo's (torch 2.6).
+# Tensors of failed broadcasts. They must outlive the group, because a gloo thread still holds them.
+# Freeing a tensor without Python references needs the GIL, but the thread that frees the group
+# holds the GIL while it waits for the gloo thread: a deadlock (torch 2.6).
 _FAILED: list[torch.Tensor] = []
 
 
@@ -50,11 +50,11 @@ class AxisComm:
     Args:
         name: of the axis, in counters and errors.
         ranks: global ranks on the axis, by axis index.
-        index: this rank's.
+        index: of this rank.
         group: their process group; None for an axis of one rank.
         timeout: seconds that a wait may take; then a MeshError names this rank, the operation, the
             step and the missing rank.
-        add: makes the sums of tensors on the host.
+        add: computes the sums of tensors on the host.
         number: of the mesh, the same on every rank; see :class:`CallOrder`.
     """
 
@@ -86,15 +86,15 @@ class AxisComm:
         self.takes_host_tensors = group is None or moves_host_tensors(group)
         # Where control values must be for :meth:`all_reduce_small`.
         self.control_device = torch.device("cpu") if self.takes_host_tensors else own_device()
-        # the host's tensors go by direct exchange until the ranks share memory
+        # host tensors use direct exchange until the ranks share memory
         self._host_transport: Transport = DirectTransport(group, ranks, index, add)
         self._device_transport: Transport = NativeTransport(group)
-        # Messages from one axis index to another go by the group of that pair; the axis's own group
-        # carries all others.
+        # Messages between two axis indices use the group of that pair; all other messages use the
+        # axis's own group.
         self.directions: dict[tuple[int, int], Any] = {}
 
     def share_memory(self, transport: Transport) -> None:
-        """Move host tensors by ``transport`` from now on; all ranks, on this host, must call it."""
+        """Use ``transport`` for host tensors from now on; all ranks must call it, on one host."""
         self._host_transport = transport
 
     @property
@@ -105,22 +105,22 @@ class AxisComm:
     # --- buffers that peers may read in place -----------------------------------------------------
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a flat tensor with any values for what this rank will often send. Local.
+        """Return an uninitialized flat tensor for data that this rank sends often. Local.
 
-        Where CPU ranks share memory, peers read it in place: a collective on it, or on any part of
-        it, saves a copy. It is an ordinary tensor but for its storage, which cannot be resized, and
-        which processes forked later share instead of getting a copy.
+        If CPU ranks share memory, peers read it directly: a collective on the tensor, or on a part
+        of it, saves a copy. It is an ordinary tensor, except that its storage cannot be resized,
+        and that processes forked later share it instead of getting a copy.
         """
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
         return self._host_transport.buffer(numel, dtype)
 
     def shares_memory(self, device: torch.device) -> bool:
-        """Return whether peers read this rank's :meth:`buffer` s on ``device`` in place."""
+        """Return whether peers read this rank's :meth:`buffer` s on ``device`` directly."""
         return device.type == "cpu" and self._host_transport.shares_memory
 
     def trim(self) -> None:
-        """Give the memory of dropped buffers back to the system."""
+        """Return the memory of dropped buffers to the system."""
         self._host_transport.trim()
 
     # --- tensors ----------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class AxisComm:
         part of ``full``. Moves n (N-1)/N elements.
 
         ``look(sum, contributions)`` is called with this rank's part of the sum and, on CPU, with
-        what each peer (by axis index) put in, while that can be read. Not on an axis of one rank.
+        each peer's contribution (by axis index) while it is readable. Not on an axis of one rank.
         """
         if self.size == 1:
             return _copied(full, out)
@@ -146,8 +146,8 @@ class AxisComm:
         return self._start("all_gather", label, moved, full, shard)
 
     def all_reduce(self, full: torch.Tensor, label: str, look: Look | None = None) -> Pending:
-        """Sum ``full`` (n,), n divisible by N, in place: a reduce-scatter and an all-gather, with
-        their bits. Moves 2n (N-1)/N. ``look``: see :meth:`reduce_scatter`."""
+        """Sum ``full`` (n,), n divisible by N, in place; bit-identical to a reduce-scatter and an
+        all-gather. Moves 2n (N-1)/N. ``look``: see :meth:`reduce_scatter`."""
         if self.size == 1:
             return DONE
         own, moved = full.view(self.size, -1)[self.index], 2 * full.numel() * (self.size - 1) // self.size
@@ -196,11 +196,11 @@ class AxisComm:
         **options: Any,
     ) -> Pending:
         """Start the collective ``kind`` of ``values``, which moves so many elements; None: they are
-        counted already. ``verb``: the transport's, of control values.
+        counted already. ``verb``: the transport's method, for control values.
 
-        The tag of control values tells their own name alone, and not all calls before it as that
-        of tensors does: a device's backend compares nothing, and ranks that have called it for
-        different tensors must still get through to the exchange that finds that out.
+        The tag of control values contains only their own name; the tag of tensors is a digest of
+        all calls. A device's backend compares no tags, so ranks that called it for different
+        tensors must still be able to exchange the control values that detect this.
         """
         if moved is not None:
             self.counters.add(kind, self.name, moved, values.element_size())
@@ -224,7 +224,7 @@ class AxisComm:
     # --- control values ---------------------------------------------------------------------------
 
     def all_reduce_small(self, values: torch.Tensor, label: str, op: str = "sum") -> None:
-        """Replace a few numbers by their sum, max or min in rank order, and wait."""
+        """Replace a few numbers with their sum, max or min in rank order, and wait."""
         if self.size > 1:
             self.counters.add("all_reduce", self.name, values.numel(), values.element_size())
             rows = self._gather("all_reduce", label, values)
@@ -232,13 +232,13 @@ class AxisComm:
 
     def all_reduce_guarded(self, values: torch.Tensor, label: str) -> None:
         """Sum ``values`` (float64) like :meth:`all_reduce_small`; the first becomes NaN, on every
-        rank, where the ranks have called different collectives on this axis before.
+        rank, if the ranks have called different collectives on this axis before.
 
-        On the host the transports compare each call, and nothing is added. A device's backend
-        compares nothing: two ranks that gather different tensors of one size get each other's. So a
-        digest of all calls so far travels along, as a number below 2^16 and its square, whose sums
-        are exact: N times the second is the square of the first only where all are equal. A
-        disagreement stays in the digest: k sums in a row miss it with a chance of 2^-16k.
+        On the host the transports compare each call, and nothing is added. A device's backend does
+        not compare: two ranks that gather different tensors of one size get each other's. So a
+        digest of all calls so far is summed, too: a number below 2^16 and its square, whose sums
+        are exact. N times the second sum equals the square of the first only if all digests are
+        equal. A mismatch stays in the digest: k sums in a row miss it with probability 2^-16k.
         """
         if self.size == 1 or values.is_cpu:
             self.all_reduce_small(values, label)
@@ -251,8 +251,8 @@ class AxisComm:
         values[:1].masked_fill_(squares - total * (total / self.size) > 0.25, float("nan"))
 
     def compare_calls(self, where: str) -> None:
-        """Raise MeshError, on every rank, where the ranks have called different collectives on this
-        axis. Collective; for a moment at which something is wrong, and for rare ones."""
+        """Raise MeshError, on every rank, if the ranks have called different collectives on this
+        axis. Collective; for rare calls, or after something went wrong."""
         if self.size == 1:
             return
         count, digest, calls = self.order.count, self.order.digest, self.order.recent()
@@ -264,7 +264,7 @@ class AxisComm:
         raise disagreement(known, f"rank {self.ranks[self.index]}, step {self.heartbeat.step}, {where}")
 
     def gather_row(self, row: list[int], label: str) -> list[list[int]]:
-        """Return every rank's ``row`` of a few integers, in rank order. Rows have one length."""
+        """Return every rank's ``row`` of a few integers, in rank order; rows have equal length."""
         if self.size == 1:
             return [row]
         self.counters.add("all_reduce", self.name, self.size * len(row), 8)
@@ -272,9 +272,9 @@ class AxisComm:
         return [each.tolist() for each in self._gather("all_reduce", label, own)]
 
     def gather_json(self, value: Any, label: str) -> list[Any]:
-        """Return every rank's ``value`` (anything that JSON holds), in rank order, on every rank.
+        """Return every rank's ``value`` (any JSON value), in rank order, on every rank.
 
-        For rare, small things.
+        For small values and rare calls.
         """
         if self.size == 1:
             return [value]
@@ -286,7 +286,7 @@ class AxisComm:
         return [json.loads(bytes(row[:n].cpu().tolist())) for row, n in zip(rows, sizes, strict=True)]
 
     def barrier(self, label: str) -> None:
-        """Return when every rank of the axis has called it."""
+        """Return when every rank of the axis has called this method."""
         if self.size > 1:
             self.all_reduce_small(torch.zeros(1, device=self.control_device), label)
 
@@ -301,7 +301,7 @@ class AxisComm:
 
     def send(self, values: torch.Tensor, to: int, label: str, tag: int, *, counted: bool = True) -> Message:
         """Start to send ``values`` (n,), contiguous, to axis index ``to``, which must
-        :meth:`receive` as many of the same dtype and ``tag``.
+        :meth:`receive` the same number of elements with the same dtype and ``tag``.
 
         Messages between two ranks are received in the order of the sends. Moves n elements;
         ``counted=False`` leaves the counting to the caller.
@@ -311,7 +311,7 @@ class AxisComm:
         return self._start_message("send", values, to, label, tag)
 
     def receive(self, values: torch.Tensor, source: int, label: str, tag: int) -> Message:
-        """Ask for ``source``'s next message; :meth:`Message.wait` fills ``values`` (n,)."""
+        """Start to receive ``source``'s next message; :meth:`Message.wait` fills ``values``."""
         return self._start_message("receive", values, source, label, tag)
 
     def _start_message(self, kind: str, values: torch.Tensor, peer: int, label: str, tag: int) -> Message:

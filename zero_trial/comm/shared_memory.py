@@ -1,13 +1,13 @@
-"""Memory that ranks of one host share: each rank has one arena, and maps its peers'; and waits for
-numbers that peers write there.
+"""Shared memory of the ranks of a host: each rank has one arena, maps its peers' arenas, and waits
+for numbers that peers write there.
 
     blocks of axes | tensors that are sent in each step | copies of others | unused ......
 
-An arena is a memfd: it has no name in any folder, so nothing is left behind when its rank ends,
-however it ends. Peers reach it through ``/proc/<pid>/fd/<fd>``, which the kernel permits to
-processes of the same user. Its size is a range of addresses as large as the host's memory; pages
-exist from their first use. A rank allocates in its own arena alone; peers learn the offset of a
-tensor from the call in which they read it (:class:`zero_trial.comm.backends.SharedTransport`).
+An arena is a memfd: it has no file name, so nothing is left behind when its rank ends, however it
+ends. Peers open it through ``/proc/<pid>/fd/<fd>``, which the kernel permits to processes of the
+same user. Its address range is as large as the host's memory; pages are allocated at their first
+use. A rank only allocates in its own arena; peers get the offset of a tensor from the call in which
+they read it (:class:`zero_trial.comm.backends.SharedTransport`).
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def map_peer(process: int, descriptor: int, size: int) -> mmap.mmap:
 
 
 class Arena:
-    """This rank's arena. Raises OSError or AttributeError where the system has none to give.
+    """This rank's arena. Raises OSError or AttributeError if the system does not support it.
 
-    A range belongs to the tensor that :meth:`tensor` returns, and is free again when the last view
-    of it is gone. Freed ranges keep their pages for the next tensor, until :meth:`trim`.
+    A range belongs to the tensor that :meth:`tensor` returns, and is freed with the tensor's last
+    view. Freed ranges keep their pages for the next tensor, until :meth:`trim`.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -65,12 +65,12 @@ class Arena:
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._area))
         self._free = [(0, self.size)]  # [start, stop), in order; the last one reaches the end
         self._backed = 0  # below, pages have been allocated
-        # Ranges whose tensors are gone. Python may free one between any two lines, also of
-        # :meth:`_allocate`, which therefore takes them back itself.
+        # Ranges whose tensors were freed. Python may free a tensor at any time, even inside
+        # :meth:`_allocate`, which therefore reclaims the ranges itself.
         self._returned: deque[tuple[int, int]] = deque()
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor with any values. Raises DoesNotFit if the host has no memory."""
+        """Return an uninitialized flat tensor. Raises DoesNotFit if the host has no memory."""
         nbytes = numel * dtype.itemsize
         if not nbytes:
             return torch.empty(numel, dtype=dtype)
@@ -80,7 +80,7 @@ class Arena:
         return torch.frombuffer(lease, dtype=dtype)
 
     def block(self, nbytes: int) -> tuple[int, memoryview]:
-        """Return the offset of ``nbytes`` zeros, and the bytes; they are never free again."""
+        """Return the offset of ``nbytes`` zeros, and the bytes; they are never freed."""
         start, _ = self._allocate(nbytes)
         block = memoryview(self._area)[start : start + nbytes]
         block[:] = bytes(nbytes)
@@ -93,12 +93,12 @@ class Arena:
 
     @property
     def in_use(self) -> int:
-        """Return how many bytes tensors and blocks have."""
+        """Return the number of bytes in tensors and blocks."""
         self._take_back()
         return self.size - sum(stop - start for start, stop in self._free)
 
     def trim(self) -> None:
-        """Give the pages of free ranges back to the system, for all ranks that map them."""
+        """Return the pages of free ranges to the system, for all ranks that map them."""
         self._take_back()
         if self.process != os.getpid():  # a forked process: the pages are its parent's
             return
@@ -119,7 +119,7 @@ class Arena:
             at += 1
             start, stop = self._free[at]
         if start + need > self._backed:
-            # Now: a host that has no memory left raises here, and does not kill the first process
+            # Allocate pages now: without memory this raises, instead of killing the first process
             # that writes.
             try:
                 os.posix_fallocate(self.descriptor, self._backed, start + need - self._backed)
@@ -130,7 +130,7 @@ class Arena:
         return start, start + need
 
     def _take_back(self) -> None:
-        """Put returned ranges among the free ones, and join neighbors."""
+        """Add returned ranges to the free list, and merge neighbors."""
         while self._returned:
             start, stop = self._returned.popleft()
             at = bisect.bisect(self._free, (start, stop))
@@ -152,20 +152,20 @@ class Arena:
 
 # --- waits for peers ------------------------------------------------------------------------------
 
-ELSEWHERE = "is at another operation"  # in the text of an error: a rank has come, with another call
-CROSSED = "the ranks wait for each other"  # in the text of an error: each in another collective
+ELSEWHERE = "is at another operation"  # in an error's text: a rank has arrived with another call
+CROSSED = "the ranks wait for each other"  # in an error's text: each in another collective
 
-# ranks that arrive together meet within this; then the core is given to others
+# spin for this long, which is enough if ranks arrive together; then yield the core
 _SPIN_SECONDS = 1e-4
 _LONGEST_NAP_SECONDS = 1e-3
 _LOOK_SECONDS = 0.05  # how often a waiting rank checks that its peers are alive
 
 
 def why_not_shared() -> str:
-    """Return why ranks cannot wait for one another in shared memory here; empty if they can.
+    """Return why ranks cannot wait for each other in shared memory here; empty if they can.
 
-    A number that is written after its payload must arrive after it, which x86 guarantees, and a
-    waiting rank must notice that a peer has ended.
+    Other ranks must see a number only after the data written before it, which x86 guarantees, and
+    a waiting rank must detect that a peer has ended.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"{platform.machine()} does not preserve the order of writes as x86 does"
@@ -173,7 +173,7 @@ def why_not_shared() -> str:
 
 
 def close_all(*descriptors: int) -> None:
-    """Close what is still open."""
+    """Close the descriptors that are still open."""
     for descriptor in descriptors:
         with suppress(OSError):
             os.close(descriptor)
@@ -182,8 +182,8 @@ def close_all(*descriptors: int) -> None:
 class PeerProcesses:
     """The other ranks of an axis as processes: axis index -> process id.
 
-    ``crossed`` says whether a wait that is under way can never end: its ranks wait for each other.
-    ``go_on`` is called again and again while this rank waits: it goes on with other collectives.
+    ``crossed`` returns whether the current wait can never end because ranks wait for each other.
+    ``go_on`` is called repeatedly while this rank waits, to advance other collectives.
     """
 
     def __init__(
@@ -201,9 +201,9 @@ class PeerProcesses:
         """Return when axis index ``index`` has written ``least`` or more at ``numbers[at]``
         (int64).
 
-        Raises RuntimeError when its process has ended (``closed``), where the ranks wait for each
-        other, or after ``timeout`` seconds (``timed out``). Spins for a moment, then naps: a rank
-        that waits long leaves its core to the one that it waits for.
+        Raises RuntimeError if its process has ended (``closed``), if the ranks wait for each other,
+        or after ``timeout`` seconds (``timed out``). Spins for a moment, then sleeps: a rank that
+        waits long leaves its core to the rank that it waits for.
         """
         if numbers[at] >= least:
             return

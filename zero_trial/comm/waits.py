@@ -1,17 +1,17 @@
-"""Waits for collectives: where each rank is, what is under way, for how long, and the error that
+"""Waits for collectives: where each rank is, what is in flight, for how long, and the error that
 names the missing rank.
 
     CallOrder   the collectives of one axis, as this rank has called them
     Heartbeat   publishes this rank's last collective in the process group's store, and warns about
                 slow waits
     Watchdog    bounds the waits of one axis and turns their failures into MeshErrors
-    Pending     a collective under way, which owns its buffers until it has been waited for
-    Message     a tensor on its way between two ranks
-    explain     makes the error of a failed wait from what every rank last published
+    Pending     a collective in flight, which owns its buffers until it has been waited for
+    Message     a tensor in flight between two ranks
+    explain     builds the error of a failed wait from the last published positions
 
-Price: the hot path assigns one attribute per collective. A daemon thread writes to the store, at
-most :data:`WRITES_PER_SECOND` times per second over all ranks together, so that a store that serves
-thousands of ranks is not busy with positions.
+Cost: the hot path assigns one attribute per collective. A daemon thread writes to the store, at
+most :data:`WRITES_PER_SECOND` times per second over all ranks, so that positions do not overload a
+store that serves thousands of ranks.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class CallOrder:
     """The collectives of one axis in the order in which this rank has called them: a digest of all,
     and the names of the last ones.
 
-    Ranks that have called the same collectives have the same digest. Messages carry it as their
-    tag, so that a rank never takes what belongs to another collective, nor anything after the
-    first disagreement: a wrong match has a chance of 1 in 2^31.
+    Ranks that have called the same collectives have the same digest. It is the tag of their
+    messages, so that a rank never receives a message of another collective, nor any message after
+    the first mismatch: a wrong match has a probability of 2^-31.
 
     Args:
-        number: of the mesh, in the order in which this process has built them: two engines with
-            modules of the same names do not take each other's tensors.
+        number: of the mesh, in the order in which this process has built them, so that two engines
+            with equal module names do not receive each other's tensors.
         axis: its name and ranks, the same on each of them.
     """
 
@@ -106,8 +106,8 @@ class CallOrder:
 class Heartbeat:
     """This rank's position, and every rank's as last published.
 
-    The thread publishes rather than the main thread, so that the position of a rank that hangs in
-    user code is known too. Only changes are published.
+    A thread publishes instead of the main thread, so that the position of a rank that hangs in user
+    code is also known. Only changes are published.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
@@ -144,7 +144,7 @@ class Heartbeat:
             atexit.register(self.close)
 
     def watch_calls(self, order: CallOrder) -> None:
-        """Count the calls on one axis in what is published of a long wait."""
+        """Include the calls on one axis in the position published during a long wait."""
         self._orders = [each for each in self._orders if each() is not None] + [weakref.ref(order)]
 
     def begin(self, operation: str, among: tuple[int, ...]) -> None:
@@ -170,12 +170,12 @@ class Heartbeat:
             self._now = RankPosition(*now[:4])
 
     def is_crossed(self) -> bool:
-        """Say whether the wait of the main thread can never end: a rank for which it waits is in
-        another collective, and waits for this one."""
+        """Return whether the main thread waits forever: a rank that it waits for is in another
+        collective, and waits for this rank."""
         return self._crossed is self._now
 
     def give_up(self) -> None:
-        """Note that this rank's collective failed: a rank that comes later need not wait for it."""
+        """Note that this rank's collective failed, so that a late rank does not wait for it."""
         self._now = self._now._replace(gave_up=True)
 
     def count_mesh(self) -> int:
@@ -184,10 +184,10 @@ class Heartbeat:
         return self._meshes
 
     def report_error(self, error: str) -> None:
-        """Publish at once why this rank raises outside of a collective, so that ranks that wait for
-        it can name the reason.
+        """Publish immediately why this rank raises outside of a collective, so that ranks that wait
+        for it can name the reason.
 
-        It writes to the store: for errors only. The rank may end before the thread would publish.
+        Writes to the store, because the rank may end before the thread publishes; for errors only.
         """
         self._now = RankPosition(self.step, self.sequence, f"the error {error!r}", time.time())
         if self._thread is not None:
@@ -199,13 +199,13 @@ class Heartbeat:
         """Return the last published position of ``ranks`` (default: all); None for a rank that
         never published.
 
-        Where the store is gone, only this rank's own position is known.
+        If the store is unavailable, only this rank's own position is known.
         """
         chosen = range(self.world_size) if ranks is None else ranks
         return {rank: self._detail(self._now) if rank == self.rank else self._read(rank) for rank in chosen}
 
     def close(self) -> None:
-        """Stop the thread. Before the process group is destroyed, which takes the store with it."""
+        """Stop the thread. Call before the process group, and thus the store, is destroyed."""
         atexit.unregister(self.close)
         self._stop.set()
         if self._thread is not None:
@@ -271,9 +271,9 @@ class Heartbeat:
         return max(STUCK_SECONDS, self._interval)
 
     def _look_for_crossing(self, now: RankPosition) -> None:
-        """Look whether a rank for which this one has waited long waits for it in another
-        collective. Waits in shared memory end with that error then; of others it is logged, since
-        nothing can end them before their time."""
+        """Check after a long wait whether a rank that this rank waits for is in another collective
+        and waits for this rank. Then waits in shared memory raise an error; for others this is only
+        logged, because nothing can end them before their timeout."""
         if now.call is None or not now.inside or now.gave_up:
             return
         if now is self._crossed:
@@ -332,8 +332,8 @@ class Watchdog:
         self.timeout = timeout
 
     def fail(self, name: str, error: Exception, among: tuple[int, ...] | None = None) -> NoReturn:
-        """Raise the MeshError that ``error`` in operation ``name`` means. Raises WorkerLost or
-        DoesNotFit for one that says so, which is no fault of the operation."""
+        """Raise the MeshError for ``error`` in operation ``name``. Raises WorkerLost or DoesNotFit
+        if the error text shows one of these, which are not faults of the operation."""
         known = known_fault(error, f"rank {self.heartbeat.rank}, step {self.heartbeat.step}")
         if known is not None:
             self.heartbeat.report_error(str(known))
@@ -341,23 +341,22 @@ class Watchdog:
         raise explain(self.heartbeat, among or self.ranks, name, error, self.timeout) from error
 
 
-# --- what is under way ----------------------------------------------------------------------------
+# --- collectives in flight ------------------------------------------------------------------------
 
 
 class Pending:
-    """A collective under way.
+    """A collective in flight.
 
-    It owns its tensors until :meth:`wait` returns: then the result is there, and no rank reads the
-    input any more. Until then neither input nor output may be touched.
+    It owns its tensors until :meth:`wait` returns: then the result is complete, and no rank reads
+    the input. Until then neither input nor output may be accessed.
 
     Args:
         watch: bounds the waits.
         label: the operation, in errors.
-        steps: what to wait for, and what follows (:data:`zero_trial.comm.backends.Steps`). Has
-            started when this returns.
-        on_host: the tensors are in the host's memory, and the result is there after the wait.
-            Otherwise what this rank launches next on the device runs after it, and the host goes
-            on.
+        steps: the works to wait for, and the code that follows them
+            (:data:`zero_trial.comm.backends.Steps`). The constructor starts the first works.
+        on_host: the tensors are in host memory, and the result is complete after the wait.
+            Otherwise later device work of this rank runs after the result, without a host sync.
         call: see :attr:`CallOrder.call`.
         among: the ranks that take part, by default all of ``watch``.
     """
@@ -378,8 +377,8 @@ class Pending:
         self._call = call
         self._among = among or watch.ranks
         self._failed = False
-        self._busy = False  # it is waited for, or goes on
-        self._works: Works | None = next(steps, None)  # None: it is over
+        self._busy = False  # whether wait() or go_on() is running
+        self._works: Works | None = next(steps, None)  # None: the collective is over
 
     def wait(self) -> Any:
         """Return when the collective is over on all ranks. Repeatable. Raises MeshError."""
@@ -394,12 +393,12 @@ class Pending:
                 heartbeat.leave()
 
     def go_on(self, *, wait: bool = False) -> bool:
-        """Do what can be done without waiting, or all of it; return whether the collective is over,
-        or has failed.
+        """Advance as far as possible without waiting, or to the end (``wait``); return whether the
+        collective is over, or has failed.
 
-        What follows a wait runs only once. Where it raises it may leave half of the result, which a
-        second try would add again: the collective has failed then, for each later wait, too. The
-        other ranks learn it from this rank's position (``gave_up``), or from its end.
+        Code after a wait runs only once. If it raises, the result may be half written, and a second
+        try would add it again, so the collective has failed permanently. The other ranks detect
+        this from this rank's position (``gave_up``), or from its exit.
         """
         while self._works is not None and not (self._busy or self._failed):
             for work in () if wait else self._works:
@@ -428,8 +427,8 @@ DONE = Pending(Watchdog(Heartbeat(None, 0, 1), (0,), 0.0), "", iter(()))
 
 
 class UnderWay:
-    """The collectives of this process that are not over and go on whenever this rank waits or
-    starts another one, in the order in which they were started."""
+    """The unfinished collectives of this process, in the order in which they were started. They are
+    advanced whenever this rank waits or starts another collective."""
 
     def __init__(self) -> None:
         self._pendings: list[Pending] = []
@@ -439,13 +438,13 @@ class UnderWay:
         self.go_on()
 
     def go_on(self) -> None:
-        """Do what can be done without waiting."""
+        """Advance all collectives as far as possible without waiting."""
         for pending in tuple(self._pendings):
             if pending.go_on() and pending in self._pendings:
                 self._pendings.remove(pending)
 
     def wait_for_oldest(self) -> None:
-        """Wait for the collective that was started first."""
+        """Wait for the oldest collective."""
         if not self._pendings:
             raise RuntimeError("an earlier collective failed")
         self._pendings[0].wait()
@@ -453,7 +452,7 @@ class UnderWay:
 
 
 class Message(Pending):
-    """A tensor between two ranks, ``among``: ``values`` is what is sent, or received into."""
+    """A tensor between two ranks, ``among``: ``values`` is sent, or received into."""
 
     def __init__(self, watch: Watchdog, work: Any, label: str, values: torch.Tensor, among: tuple[int, ...]) -> None:
         super().__init__(watch, label, iter([[work]]), values.is_cpu, among=among)
@@ -461,12 +460,12 @@ class Message(Pending):
 
     @property
     def done(self) -> bool:
-        """Say whether it has been received, or sent. Does not wait."""
+        """Return whether the tensor has been received, or sent. Does not wait."""
         return not self._works or bool(self._works[0].is_completed())
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor, once it has been received or sent. May be called again. Raises
-        MeshError, naming the other rank, if it is not."""
+        """Return the tensor after it has been received or sent. Repeatable. Raises MeshError, which
+        names the other rank, if the transfer fails."""
         super().wait()
         return self.values
 
@@ -477,8 +476,8 @@ class Message(Pending):
 def explain(
     heartbeat: Heartbeat, ranks: tuple[int, ...], operation: str, error: Exception, timeout: float
 ) -> MeshError:
-    """Return the MeshError for ``operation`` on this rank, from what ``ranks`` last published."""
+    """Return the MeshError for ``operation`` on this rank, from the last positions of ``ranks``."""
     heartbeat.give_up()
-    time.sleep(2 * PERIOD_SECONDS)  # lets the other ranks publish where they are now
+    time.sleep(2 * PERIOD_SECONDS)  # lets the other ranks publish their current positions
     here = f"rank {heartbeat.rank}, step {heartbeat.step}, {operation}"
     return diagnose(heartbeat.positions(ranks), heartbeat.rank, here, error, timeout)

@@ -1,10 +1,11 @@
-"""One optimizer step, from the gradients' norm to the published parameters, and what is known of it
-afterwards.
+"""One optimizer step, from the gradients' norm to the published parameters, and the record of its
+outcome.
 
     square sum of the reduced gradients, all-reduced -> norm and clip factor -> update -> publish
 
-The host reads one small tensor per step: the sums over all ranks that :meth:`StepOutcome.apply`
-needs to apply, skip, or refuse the step. After ``apply`` the outcome is final on every rank.
+The host reads one small tensor per step: the sums over all ranks from which
+:meth:`StepOutcome.apply` decides to apply, skip, or refuse the step. After ``apply`` the outcome is
+final on every rank.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ log = logging.getLogger("zero_trial")
 
 @dataclass(frozen=True)
 class NonFiniteStep:
-    """A gradient that was not finite. ``rank`` None: only the sum over ranks is known to be bad."""
+    """A non-finite gradient. ``rank`` is None if only the sum over ranks is known to be bad."""
 
     step: int
     rank: int | None
@@ -51,19 +52,19 @@ class StepResult:
 
     loss_scale: LossScale  # of the next backward pass
     norm: float | None = None  # of the averaged, unscaled gradient before clipping
-    applied: bool = False  # the parameters have changed
-    applied_norm: float | None = None  # of the last step that changed them
+    applied: bool = False  # whether the step changed the parameters
+    applied_norm: float | None = None  # of the last step that changed the parameters
     skipped: int = 0
     # numbers of the last skipped steps
     skipped_at: deque[int] = field(default_factory=lambda: deque(maxlen=1000))
     nonfinite: NonFiniteStep | None = None
 
 
-# --- the gradient that was not finite: what each rank knows, and the one that all name
+# --- the non-finite gradient: what each rank knows, and the gradient that all ranks report
 
 
 def with_culprit(error: Diverged, culprit: NonFiniteStep | None) -> Diverged:
-    """Return ``error`` with the gradient that was not finite, if one is known."""
+    """Return ``error`` with the non-finite gradient, if it is known."""
     if culprit is None:
         return error
     got = f"{error.got}, and {culprit.describe()}"
@@ -71,11 +72,11 @@ def with_culprit(error: Diverged, culprit: NonFiniteStep | None) -> Diverged:
 
 
 def find_culprit(model: ShardedModel, step: int) -> NonFiniteStep:
-    """Name the first rank whose gradient was not finite, the same on every rank. Collective over
-    data, model and pipe; only called when there is one.
+    """Return the first rank with a non-finite gradient, the same on every rank. Collective over
+    data, model and pipe; only called after a non-finite norm.
 
-    In a pipeline the last stage comes first, and in a model the group that is built last: a bad
-    value spreads from there towards the input.
+    The last pipeline stage counts as first, and within a stage the group built last: backward
+    spreads a bad value from there toward the input.
     """
     mesh = model.mesh
     rows = _local_culprits(model)
@@ -91,10 +92,10 @@ def find_culprit(model: ShardedModel, step: int) -> NonFiniteStep:
 
 
 def _local_culprits(model: ShardedModel) -> list[tuple[bool, int, int, str]]:
-    """Return what this rank knows, least first: what the reduction saw, else what its shards hold.
-    Local; reads the device.
+    """Return what this rank knows, from the reductions, or else from its shards. Local; syncs with
+    the device.
 
-    A row has whether the rank is in doubt, the rank, the index of the group, and the parameter.
+    A row is (whether the rank is uncertain, rank, index of the group, parameter).
     """
     buffers = model.reducer.grad_buffers
     number = {id(group): index for index, group in enumerate(model.groups)}
@@ -112,7 +113,7 @@ def _local_culprits(model: ShardedModel) -> list[tuple[bool, int, int, str]]:
 
 
 class _ScaleChange(NamedTuple):
-    """What a step did to the loss scale, and why no step can follow, if none can."""
+    """How a step changed the loss scale, and the error if no further step is possible."""
 
     overflow: bool
     before: float
@@ -125,7 +126,7 @@ class StepOutcome(StepStatus):
     def __init__(self, config: ResolvedConfig, mesh: Mesh, device: torch.device) -> None:
         self.result = StepResult(config.policy.loss_scale)
         self._config = config
-        # of the losses since the last step, on this rank; None: they are means
+        # sum of the weights of the losses since the last step, on this rank; None: unweighted means
         self._weight: torch.Tensor | None = None
         self._mesh = mesh
         self._other_axes = [axis for axis in (mesh.replica, mesh.model, mesh.pipe) if axis.size > 1]
@@ -135,12 +136,12 @@ class StepOutcome(StepStatus):
 
     @property
     def overflow(self) -> bool:
-        """Return whether the last step was skipped for a gradient that is not finite."""
+        """Return whether the last step was skipped because of a non-finite gradient."""
         return self.result.norm is not None and not self.result.applied
 
     @property
     def scaler(self) -> LossScale:
-        """The loss scale of the next backward pass, and how it changes."""
+        """The loss scale of the next backward pass, with its update rule."""
         return self.result.loss_scale
 
     def restore_scaler(self, state: Mapping[str, Any]) -> None:
@@ -153,8 +154,8 @@ class StepOutcome(StepStatus):
 
     def gradient_multiplier(self) -> float:
         """Return the factor from a reduced shard (a sum over ranks of scaled gradients) to the
-        averaged gradient, or to the sum where that was asked for. Raises TrialError while weighted
-        losses wait for their step, where the sum of the weights of all ranks becomes known."""
+        averaged gradient, or to the summed gradient if ds_config says so. Raises TrialError after
+        weighted losses: only the step learns the sum of the weights of all ranks."""
         if self._weight is not None:
             raise TrialError(
                 "the mean of weighted losses is unknown before engine.step()",
@@ -176,8 +177,8 @@ class StepOutcome(StepStatus):
         return self._weight is not None
 
     def add_weight(self, weight: torch.Tensor) -> None:
-        """Divide the gradients of the next step by ``weight`` (a scalar), added up over its losses
-        and all ranks, and not by the number of ranks. All ranks give weights or none does."""
+        """Divide the gradients of the next step by the sum of ``weight`` (a scalar) over its losses
+        and all ranks, instead of by the number of ranks. All ranks must pass weights, or none."""
         weight = weight.detach().to(self._device, torch.float64).reshape(1)
         self._weight = weight if self._weight is None else self._weight + weight
 
@@ -201,15 +202,15 @@ class StepOutcome(StepStatus):
 
         The order matters:
 
-            1. Edits by user code count first: a gradient that was set is reduced, an edited
-               parameter reaches its master before the update overwrites the parameter.
-            2. Every gradient is reduced before the norm is taken. What comes after its group's
-               reduction on any rank (late gradients) needs a second sum, and then a second norm.
-            3. All ranks decide from the same sums, so a step is applied, skipped or refused
-               everywhere or nowhere, and nothing has changed yet if it is refused.
-            4. Shards are written only after every peer has read the values of the step before.
-            5. A group is published as soon as its part is updated, while the next one is updated;
-               the step ends when all parameters are whole again.
+            1. Edits by user code are applied first: a gradient that was set is reduced, an edited
+               parameter is copied to its master before the update overwrites the parameter.
+            2. Every gradient is reduced before the norm is computed. Gradients that arrive after
+               their group's reduction on any rank (late gradients) need a second sum and norm.
+            3. All ranks decide from the same sums, so all of them apply, skip or refuse the step.
+               If it is refused, nothing has changed yet.
+            4. Shards are written only after every peer has read the values of the previous step.
+            5. A group is published as soon as its part is updated, while the next group is updated;
+               the step ends when all parameters are complete again.
         """
         reducer, result = model.reducer, self.result
         model.param_grads.take_edits(at_step=True)
@@ -246,21 +247,21 @@ class StepOutcome(StepStatus):
             self._report(change)
 
     def compare_calls(self, where: str) -> None:
-        """Raise MeshError where ranks have called different collectives. On a device alone these go
-        unnoticed when they are called. Collective over shard."""
+        """Raise MeshError if ranks have called different collectives. On devices, unlike on
+        CPUs, the calls themselves do not detect this. Collective over shard."""
         if self._device.type != "cpu":
             self._mesh.shard.compare_calls(where)
 
     def _sum_over_ranks(self, model: ShardedModel, late: int = 0, edited: bool = False) -> list[float]:
         """Return five sums over all ranks, in float64, on the host: the squares of the reduced
         gradient; the ranks whose losses have weights; the weights; the ``late`` groups; the ranks
-        that have ``edited`` parameters.
+        with ``edited`` parameters.
 
         The first is not finite if any element on any rank is not, or if ranks have gathered or
         reduced different groups (:meth:`compare_calls` then names them). One all-reduce over each
-        of shard, replica (of which each rank counts a slice), model (where copies are counted once)
-        and pipe (tied weights, too). A rank without weights takes part in the same one: so all
-        learn that there are both kinds.
+        of shard, replica (each rank counts a slice), model (copies count once) and pipe (tied
+        weights count once, too). Ranks with and without weights use the same all-reduce, so that
+        all of them detect a mix.
         """
         mesh, squares = self._mesh, model.owned_square_sums()
         values = torch.zeros(5, dtype=torch.float64, device=self._device)
@@ -277,8 +278,8 @@ class StepOutcome(StepStatus):
             axis.all_reduce_small(values, "gradient norm")
         if values.is_cpu:
             return values.tolist()
-        # Here the host waits for the device, and so for ranks that its collectives need: a long
-        # wait must name them.
+        # The host now waits for the device, and thus for the ranks in its collectives: the
+        # heartbeat must name them if the wait is long.
         mesh.heartbeat.enter("gradient norm", call=(self._other_axes or [mesh.shard])[-1].order.call, again=True)
         try:
             return values.tolist()
@@ -303,7 +304,7 @@ class StepOutcome(StepStatus):
         return _ScaleChange(not finite, before, update.error)
 
     def _report(self, change: _ScaleChange) -> None:
-        """Log one line on rank 0 about a skipped step; raise on all ranks if none can follow."""
+        """Log one line on rank 0 about a skipped step; raise on all ranks if training must stop."""
         result = self.result
         if self._mesh.rank == 0 and result.nonfinite is not None:
             now = result.loss_scale.scale
@@ -313,9 +314,8 @@ class StepOutcome(StepStatus):
             raise with_culprit(change.error, result.nonfinite)
 
     def _require_weights(self, step: int, weighted: float, weight: float) -> None:
-        """Raise TrialError, on all ranks, if the losses of this step have weights on some ranks
-        (``weighted``) but not on all, or weights that add up to a ``weight`` by which nothing can
-        be divided."""
+        """Raise TrialError, on all ranks, if the losses of this step have weights on only some
+        ranks (``weighted``), or if the sum of the weights, ``weight``, is not a valid divisor."""
         if 0 < weighted < self._ranks:
             raise TrialError(
                 "some ranks pass weight= with their losses, and others do not",

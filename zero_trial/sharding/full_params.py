@@ -33,7 +33,7 @@ class TrainedParams(Protocol):
 
 
 class _Seen(NamedTuple):
-    """A parameter that was whole when a block of user code was entered.
+    """A parameter that was unsharded when a block of user code was entered.
 
     Args:
         memory: its values.
@@ -50,7 +50,7 @@ class _Seen(NamedTuple):
     writes: int
 
     def current(self) -> bool:
-        """Return whether the engine has written no other values since."""
+        """Return whether the engine has not written other values since."""
         return self.group is None or (self.group.live and self.group.edits.writes == self.writes)
 
     def edited(self) -> bool:
@@ -74,14 +74,14 @@ class _Block(NamedTuple):
 
 
 class FullParams:
-    """Gathers the full parameters of one model for user code, and takes edits back. Collective over
-    shard: every rank must ask for the same.
+    """Gathers the full parameters of one model for user code, and writes edits back. Collective
+    over shard: every rank must request the same parameters.
 
-    state_dict: torch calls the hooks of every module inside the one that was asked, outermost
-    first. Each module's own parameters are gathered when its turn comes and freed when another
-    group's turn has come, so that the device holds one group at a time and never the whole model.
-    Where parameters are freed, ``state_dict`` hands out copies in the host's memory, on every rank
-    of the axis; after :meth:`list_names` it communicates nothing.
+    state_dict: torch calls the hooks of every module inside the requested module, outermost first.
+    Each module's own parameters are gathered when its hook runs and freed when the hook of another
+    group runs, so that the device holds one group at a time and never the whole model. If
+    parameters are freed, ``state_dict`` returns copies in host memory, on every rank of the axis;
+    after :meth:`list_names` it does not communicate.
     """
 
     def __init__(
@@ -191,9 +191,9 @@ class FullParams:
             raise lost_edits(edited, "inside GatheredParameters(params), which only reads (modifier_rank=None)")
 
     def _unmerged(self, name: str) -> bool:
-        """Return whether ``name`` is a weight under PEFT's adapters that are not merged: what has
-        edited it was a merge and its end, as on TRL's way to an inference server. Nothing is lost
-        with that but its rounding."""
+        """Return whether ``name`` is a weight under PEFT's adapters that are not merged. Then its
+        edit was a merge and an unmerge, as in TRL's export to an inference server, and dropping the
+        edit loses nothing but rounding."""
         layer = self.module.get_submodule(name.rpartition(".base_layer.")[0]) if ".base_layer." in name else None
         return getattr(layer, "merged", True) is False
 
@@ -233,10 +233,10 @@ class FullParams:
     # --- state_dict, load_state_dict --------------------------------------------------------------
 
     def rank0_state_dict(self) -> dict[str, Any]:
-        """``state_dict()`` of the module for the first rank of the shard axis alone, copied to the
-        host's memory; the other ranks get an empty one.
+        """Return ``state_dict()`` of the module, copied to host memory, only on the first rank of
+        the shard axis; the other ranks get an empty one.
 
-        The ranks of a host then hold one copy of the model and not one each.
+        The ranks of a host then hold one copy of the model instead of one each.
         """
         self.end_names()
         first = all(group.comm.index == 0 for group in self._groups)
@@ -248,20 +248,19 @@ class FullParams:
         return state if first else {}
 
     def list_names(self) -> None:
-        """Let ``state_dict()`` of the module and its parts be local, with freed parameters for
-        values, until all ranks use the model again: in a forward, a step, GatheredParameters, a
-        checkpoint.
+        """Make ``state_dict()`` of the module and its parts local, with freed parameters as values,
+        until all ranks use the model again: in a forward, a step, GatheredParameters, a checkpoint.
 
-        For what follows :meth:`rank0_state_dict`. Libraries then save on rank 0 alone and ask parts
-        for their names there (PEFT's ``modules_to_save``), or have nothing to save on the other
-        ranks and ask for a state dict that they do not read (``save_pretrained(state_dict=None,
-        is_main_process=False)``). To gather there would wait for ranks that do not come.
+        Called after :meth:`rank0_state_dict`. Libraries then save only on rank 0 and read names of
+        parts there (PEFT's ``modules_to_save``), or have nothing to save on the other ranks and
+        request a state dict that they do not read (``save_pretrained(state_dict=None,
+        is_main_process=False)``). Gathering there would wait for ranks that never call it.
         """
         if self._copies and self._lists_names is None:
             self._lists_names = self.module.register_forward_pre_hook(ModuleHook(lambda *_: self.end_names()))
 
     def end_names(self) -> None:
-        """Let ``state_dict()`` gather again. Local."""
+        """Make ``state_dict()`` gather again. Local."""
         if self._lists_names is not None:
             self._lists_names.remove()
             self._lists_names = None
@@ -271,7 +270,7 @@ class FullParams:
         if loading:
             self.end_names()
         if self._scope is None or part is self._scope or all(part is not inner for inner in self._scope.modules()):
-            self._loading = False  # what an earlier call left open when it failed is dropped
+            self._loading = False  # drop state that an earlier failed call left open
             self._uncopied.clear()
             self._copied.clear()
             self._free_gathered(())
@@ -287,8 +286,8 @@ class FullParams:
         self._gathered += freed
 
     def _after_state_dict(self, part: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-        """Replace the part's own entries, views of buffers that will be freed, by copies. Those of
-        inner modules are copied already."""
+        """Replace the part's own entries, views of buffers that will be freed, with copies. Entries
+        of inner modules are already copied."""
         if self._to_host:
             for name, own in (*part._parameters.items(), *part._buffers.items()):
                 value = state.get(prefix + name)
@@ -318,7 +317,7 @@ class FullParams:
         """Free the groups that were gathered here, except ``keep`` and those whose entries are not
         copied yet.
 
-        Values that were loaded into them are copied to the shards before.
+        Values that were loaded into them are first copied to the shards.
         """
         keep = [*keep, *(group for _, groups in self._uncopied for group in groups)]
         loaded = _ids(self._scope) if self._loading and self._scope is not None else None
@@ -330,10 +329,10 @@ class FullParams:
 
 
 def take_replaced(groups: Sequence[ParamGroup]) -> None:
-    """Let values count that user code has put elsewhere (``param.data = new``). Two parameters may
-    have changed places. Local; price: a look at the address of each parameter.
+    """Apply values that user code has assigned (``param.data = new``). Two parameters may have been
+    swapped. Local; cost: a check of each parameter's address.
 
-    Raises TrialError for another shape, dtype or device, and where two have one memory.
+    Raises TrialError for another shape, dtype or device, and if two parameters share memory.
     """
     found = [(group, index) for group in groups if group.live for index in group.edits.note_replaced()]
     if not found:
@@ -370,12 +369,11 @@ def local_part(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tens
 
 
 class ParameterOffload:
-    """DeepSpeed's owner of the hooks that gather and free parameters at stage 3, as libraries use
-    it (TRL): they take its hooks off while all parameters are gathered, to generate, and put them
-    back.
+    """DeepSpeed's owner of the hooks that gather and free parameters at stage 3, for libraries
+    (TRL) that remove its hooks while all parameters are gathered, to generate, and restore them.
 
-    Hooks here leave alone what ``GatheredParameters`` has gathered, and do not communicate about
-    it. So this lists none, and there is nothing to put back.
+    Here hooks ignore parameters that ``GatheredParameters`` has gathered, and do not communicate
+    for them. So this class lists no hooks, and nothing needs to be restored.
     """
 
     def __init__(self) -> None:
@@ -394,4 +392,4 @@ class ParameterOffload:
         return iter(())
 
     def _register_deepspeed_module(self, module: Any) -> None:
-        """Put the hooks back: they are where they were."""
+        """Do nothing: no hooks were removed."""

@@ -1,5 +1,5 @@
-"""A group's flat buffer: how parameters are laid out in it and cut into shards, the dtypes they
-have there, and the norm over shards.
+"""A group's flat buffer: how parameters are laid out in it and split into shards, their dtypes, and
+the norm over shards.
 
 Every tensor starts at a multiple of ALIGN elements, and a shard is a multiple of ALIGN elements
 long:
@@ -8,9 +8,9 @@ long:
     | wte .......... | . | h0.qkv ........ ........ | h0.out ....... | padding   |
     0                ^ALIGN               ^shard_numel
 
-Why aligned: 64 bytes for 16-bit and 128 bytes for fp32 keep vector loads whole, so that an
-element's bits do not depend on where its shard was cut (a scalar tail may round differently from
-the vector body), and any ALIGN-sized row belongs to one tensor. Price: at most ALIGN-1 elements per
+Why aligned: with 64 bytes for 16-bit and 128 bytes for fp32, all vector loads are full, so that an
+element's bits do not depend on where the shards are split (a scalar tail may round differently from
+the vector body), and each ALIGN-sized row belongs to one tensor. Cost: at most ALIGN-1 elements per
 tensor, and at most ALIGN * shards - 1 per group.
 """
 
@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def payload(self) -> int:
-        """Count the elements that belong to tensors; padding is left out."""
+        """Count the elements that belong to tensors, without padding."""
         return sum(slot.numel for slot in self.slots)
 
     def shard_range(self, index: int) -> tuple[int, int]:
@@ -80,7 +80,7 @@ class Layout:
         return index * self.shard_numel, (index + 1) * self.shard_numel
 
     def pieces(self, index: int) -> list[SlotSlice]:
-        """List what shard ``index`` holds, in order. Empty tensors are in no shard."""
+        """List the slices of slots in shard ``index``, in order. Empty tensors are in no shard."""
         low, high = self.shard_range(index)
         found = []
         for slot in self.slots:
@@ -120,11 +120,11 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def living_dtype(own: torch.dtype, asked: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a tensor that was given in ``own`` is trained.
+    """Return the dtype in which a tensor of dtype ``own`` is trained.
 
-    A 16-bit ``asked`` (ds_config's bf16 or fp16) is for every floating tensor. fp32 means that
-    nothing was asked for: every tensor keeps its dtype, so that float64 stays, and so do 16-bit
-    parameters, with fp32 masters.
+    A 16-bit ``asked`` (ds_config's bf16 or fp16) applies to every floating tensor. fp32 means that
+    ds_config sets no precision: every tensor keeps its dtype, including float64 and 16-bit
+    parameters (with fp32 masters).
     """
     return own if asked == torch.float32 or not own.is_floating_point else asked
 
@@ -135,7 +135,7 @@ def wide_dtype(living: torch.dtype, usual: torch.dtype) -> torch.dtype:
 
 
 def widened(values: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` in fp32, or in float64 where the parameter is."""
+    """Return ``values`` in fp32, or in float64 if they are float64."""
     return values.to(wide_dtype(values.dtype, torch.float32))
 
 
@@ -145,7 +145,7 @@ def has_own_master(living: torch.dtype) -> bool:
 
 
 def describe_dtypes(params: Iterable[tuple[str, torch.dtype]], asked: torch.dtype) -> list[str]:
-    """Return log lines about trainable ``params`` that are neither fp32 nor as ``asked``."""
+    """Return log lines about trainable ``params`` that are neither fp32 nor of dtype ``asked``."""
     named = [(name, dtype) for name, dtype in params if dtype.is_floating_point]
     counts = Counter(dtype for _, dtype in named)
     if not set(counts) - {torch.float32} or set(counts) == {asked}:

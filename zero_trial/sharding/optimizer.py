@@ -1,10 +1,10 @@
 """The optimizer over shards: any torch optimizer, stepping on this rank's flat pieces of the master
-weights, or on whole tensors where it looks at more than single elements.
+weights, or on whole tensors if it does not work element by element.
 
 Each whole tensor has one owner (see ``whole_tensors``).
 
-A StateStore says where master weights and moments are between steps: that in ``pieces`` keeps them
-on the device, those in ``offload`` elsewhere.
+A StateStore decides where master weights and moments are between steps: the store in ``pieces``
+keeps them on the device, the stores in ``offload`` move them to host memory or files.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from zero_trial.sharding.whole_tensors import WholeTensor, WholeTensors
 
 
 class ShardedOptimizer(TorchView):
-    """Steps ``base`` on the shards' pieces; everything user code knows of an optimizer
-    (``param_groups``, lr) is the base's own.
+    """Steps ``base`` on the shards' pieces; all attributes that user code expects of an optimizer
+    (``param_groups``, lr) are those of ``base``.
 
     ``loss_scale`` and ``cur_scale`` report the engine's loss scale, as DeepSpeed's optimizer
     objects do.
 
     Args:
         groups: all parameter groups of the model, the same on every rank.
-        shard: the axis that cuts them.
+        shard: the axis over which they are sharded.
         whole: the tensors that are updated whole.
-        at_once: ``base`` is stepped once per step, with all of its pieces.
-        publisher: of the model's parameters, for what changes them between steps.
-        ema: the average of the weights that is kept beside them.
+        at_once: whether ``base`` is stepped once per step, with all of its pieces.
+        publisher: publishes the model's parameters after changes between steps.
+        ema: the average of the weights.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class ShardedOptimizer(TorchView):
 
     def update(self, multiplier: float) -> Iterator[tuple[Sequence[ParamGroup], bool]]:
         """Step with ``multiplier`` times the reduced gradients; yield the group of each piece as
-        soon as the piece is done, and whether its 16-bit copy is.
+        soon as the piece is done, and whether its 16-bit copy is done, too.
 
-        Bytes per parameter from a 16-bit gradient to a 16-bit parameter (Adam): 28 in one pass
-        where the optimizer fuses, else 28 and two casts of 6 each. Optimizers that sum
-        norms over tensors (LAMB) are collective over shard.
+        Bytes per parameter from a 16-bit gradient to a 16-bit parameter (Adam): 28 in one pass if
+        the optimizer is fused, otherwise 28 and two casts of 6 each. Optimizers that sum norms over
+        tensors (LAMB) are collective over shard.
         """
         sizes = [len(opt_group["params"]) for opt_group in self.base.param_groups]
         if sizes != self._sizes:
@@ -121,7 +121,7 @@ class ShardedOptimizer(TorchView):
                 yield groups, True
             for batch in self.store.batches():
                 if not batch and self.whole is not None:
-                    continue  # the base has stepped
+                    continue  # the base has already stepped
                 groups = [piece.group for piece in batch]
                 for group in dict.fromkeys(groups):
                     group.wait_for_copies()
@@ -132,7 +132,7 @@ class ShardedOptimizer(TorchView):
                 yield groups, self.store.give_back(batch, rounded)
 
     def _step_flat(self, pieces: Sequence[ShardPiece], multiplier: float) -> bool:
-        """Step ``base`` on flat pieces; return whether it has made their 16-bit copies, too."""
+        """Step ``base`` on flat pieces; return whether it has also updated their 16-bit copies."""
         if isinstance(self.base, ShardOptimizer) and self.base.fuses:
             updates = [ShardUpdate(each.weight, each.reduced, each.rounded, each.opt_group) for each in pieces]
             self.base.step(updates=updates, multiplier=multiplier)
@@ -146,8 +146,8 @@ class ShardedOptimizer(TorchView):
         return False
 
     def _step_whole(self, tensors: Sequence[WholeTensor], multiplier: float) -> None:
-        """Step ``base`` on the tensors that this rank owns. One that owns none steps nothing, as
-        an optimizer may not expect to have no tensors."""
+        """Step ``base`` on the tensors that this rank owns. Do nothing if it owns none, because an
+        optimizer may fail without tensors."""
         if not tensors:
             return
         if isinstance(self.base, ShardOptimizer):
@@ -159,17 +159,17 @@ class ShardedOptimizer(TorchView):
 
     @property
     def train(self) -> Callable[[], None]:
-        """Let an optimizer that evaluates other weights than it trains (schedule-free) put all
-        parameters back into those for training: see :attr:`eval`."""
+        """Switch all parameters back to the training weights of a schedule-free optimizer, which
+        evaluates with other weights than it trains: see :attr:`eval`."""
         return self._switch("train")
 
     @property
     def eval(self) -> Callable[[], None]:
-        """Let such an optimizer change all parameters for evaluation, until :attr:`train`. The call
-        is collective over shard, between steps.
+        """Switch all parameters to the evaluation weights of a schedule-free optimizer, until
+        :attr:`train`. The call is collective over shard, between steps.
 
-        Raises AttributeError where the optimizer has no such method, as it would itself: trainers
-        ask with ``hasattr``.
+        Raises AttributeError if the optimizer has no such method, because trainers check with
+        ``hasattr``.
         """
         return self._switch("eval")
 
@@ -188,8 +188,8 @@ class ShardedOptimizer(TorchView):
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
-        """Let parameters and masters be the averages inside the block, and restore them bit for bit
-        after it. See :meth:`Engine.ema_weights`."""
+        """Replace parameters and masters with the averages inside the block, and restore them
+        bit-identically after it. See :meth:`Engine.ema_weights`."""
         if self.ema is None:
             raise TrialError(
                 "this engine keeps no average of the weights",
@@ -223,15 +223,15 @@ class ShardedOptimizer(TorchView):
             self.ema.require_trained_weights(where)
 
     def _swap(self, ema: WeightAverage, before: int | None = None) -> bool:
-        """Let weights and averages change places. Return whether any rank of the axis has edited
-        parameters since :meth:`_writes` was ``before``."""
+        """Swap weights and averages. Return whether any rank of the axis has edited parameters
+        since :meth:`_writes` returned ``before``."""
         with self._changing_masters():
             edited = before is not None and self._writes() != before
             ema.swap([part.weight for part in self.state_by_tensor.parts], self.base.state)
         return edited if self._shard is None or ema.swapped else any(self._shard.gather_json(edited, "averages"))
 
     def _writes(self) -> int:
-        """Count how often something gave trained parameters other values on this rank."""
+        """Count how often trained parameters were written or edited on this rank."""
         return sum(group.edits.writes + group.edits.count for group in self._groups if group.trainable)
 
     def offload_states(
@@ -268,7 +268,7 @@ class ShardedOptimizer(TorchView):
         return self._publisher.moved.devices(name, self.base.state) if self._publisher is not None else set()
 
     def close(self) -> None:
-        """Free the store's space outside of memory. No step follows."""
+        """Free the store's offload space. No step may follow."""
         self._closed = True
         self.store.close()
 

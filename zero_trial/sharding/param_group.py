@@ -7,9 +7,9 @@ for fp32):
     shard    n/N p      part of full while full always lives
     master   4 n/N      fp32; the shard itself when parameters are fp32
 
-Where the plan gives parameters another home than their device, ``home`` is what is there: the shard
-at stage 3, all n elements at stages 0 to 2, of which ``shard`` is a part. It reads as NaN, like a
-master that is offloaded, except inside ``materialized``.
+If the plan offloads parameters, ``home`` is the offloaded tensor: the shard at stage 3, all n
+elements at stages 0 to 2, of which ``shard`` is a part. Outside of ``materialized`` it reads as
+NaN, like an offloaded master.
 
 Life cycle of the full values:
 
@@ -20,7 +20,7 @@ Life cycle of the full values:
      │   └──────────── finish_publish ───────────── PUBLISHING
      └──── publish, if the home has the full copy ──────▲
 
-Parameters that always live are UNSHARDED from the beginning to the end.
+Parameters that always live are UNSHARDED all the time.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ from zero_trial.sharding.plan import Home, Lifetime, OffloadedShard, ZeroPlan
 
 
 class Lender(Protocol):
-    """What brings the values of a group into memory that are elsewhere between steps."""
+    """Loads the values of a group that are offloaded between steps."""
 
     def lent(self) -> AbstractContextManager[None]: ...
 
 
 class GroupState(Enum):
-    """Where the full values of a group are. Shard and master exist in every state, wherever their
-    home is.
+    """Where the full values of a group are. Shard and master exist in every state, also if they are
+    offloaded.
 
     | state      | memory of ``full``       | the parameters are                            |
     | ---------- | ------------------------ | --------------------------------------------- |
     | SHARDED    | none                     | placeholders: a use is an error that names it |
     | GATHERING  | allocated, being filled  | placeholders                                  |
-    | UNSHARDED  | whole                    | views of ``full``                             |
-    | PUBLISHING | allocated, being filled  | placeholders; the values go home next         |
+    | UNSHARDED  | complete                 | views of ``full``                             |
+    | PUBLISHING | allocated, being filled  | placeholders; ``full`` is offloaded next      |
     """
 
     SHARDED = "sharded"
@@ -79,14 +79,14 @@ class GroupState(Enum):
 
 
 class ParamGroup:
-    """One flat buffer and the parameters that are views of it: views of ``full``, or freed, if
+    """One flat buffer and its parameters, which are views of ``full``, or freed between uses if
     their lifetime says so.
 
     Args:
         params: ``params[i]`` is the tensor of ``layout.slots[i]``.
         runs: for each optimizer group, its [start, stop) in the flat buffer.
-        counts: this rank counts the group in the norm over the model axis, of which all ranks may
-            hold the same parameters.
+        counts: whether this rank counts the group in the norm over the model axis, whose ranks may
+            all hold the same parameters.
         fill: fills a tensor (n/N,) with this rank's first values; collective.
     """
 
@@ -126,19 +126,19 @@ class ParamGroup:
         else:
             self.full = torch.empty(layout.numel, dtype=dtype, device=device)
         self.attached = AttachedParams(self.params, self.full, layout, always=always, real=self.real)
-        # until its home takes the values, and with them the memory
+        # offloaded parameters stay in ``full`` until set_offloaded() moves them out and frees it
         away = plan.home is not Home.DEVICE
         in_full = always or away
         if not in_full:
             self.full.untyped_storage().resize_(0)
         self.state = GroupState.UNSHARDED
         self._gathering = DONE
-        self.lender: Lender | None = None  # brings master and shard into memory, if they are elsewhere
+        self.lender: Lender | None = None  # loads master and shard if they are offloaded
         self.offloaded: OffloadedShard | None = None
-        self._copy: Callable[[], None] | None = None  # a checkpoint's, of master and state
+        self._copy: Callable[[], None] | None = None  # copies master and state for a checkpoint
         self.shard, self.master = self._first_values(fill, in_full)
         self.home = self._kept if in_full else self.shard
-        self.attached.attach()  # not before their first values are read
+        self.attached.attach()  # only after their first values were read
         self.edits = EditWatch(layout, self.params, self.attached.views, always=always, real=self.real)
         if not away:
             self.reshard()
@@ -149,18 +149,18 @@ class ParamGroup:
 
     @property
     def real(self) -> bool:
-        """Whether there are addresses and values, unlike in a dry run."""
+        """Whether tensors have memory, unlike in a dry run (meta or fake tensors)."""
         return type(self.full) is torch.Tensor and not self.full.is_meta
 
     @property
     def own(self) -> torch.Tensor:
-        """This rank's part of ``full``; its values are there only while the group is UNSHARDED."""
+        """This rank's part of ``full``; only valid while the group is UNSHARDED."""
         low, high = self.layout.shard_range(self.comm.index)
         return self.full[low:high]
 
     @property
     def _kept(self) -> torch.Tensor:
-        """The part of ``full`` that the home holds."""
+        """The part of ``full`` that ``home`` stores."""
         return self.full if self.plan.whole_home else self.own
 
     def materialized(self) -> AbstractContextManager[None]:
@@ -168,7 +168,7 @@ class ParamGroup:
         return self.lender.lent() if self.lender is not None else nullcontext()
 
     def replace_home(self, home: torch.Tensor) -> None:
-        """Keep the shard, or the full copy, in ``home``; the master too if it is the shard."""
+        """Use ``home`` for the shard or the full copy, and for the master if it is the shard."""
         start = self.layout.shard_range(self.comm.index)[0] if self.plan.whole_home else 0
         shard = home[start : start + self.layout.shard_numel]
         if self.master is self.shard:
@@ -182,7 +182,7 @@ class ParamGroup:
 
     def _first_values(self, fill: Callable[[torch.Tensor], None], in_full: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return shard and master with their first values. ``in_full``: the shard is a part of
-        ``full``, which gets all of them where it always lives or is at home."""
+        ``full``, which gets all values if it always lives or if ``home`` is the full copy."""
         layout, comm = self.layout, self.comm
         # fp32 and fp64 parameters are their own masters; frozen ones need none.
         own_master = has_own_master(self.dtype) or not self.trainable
@@ -197,12 +197,12 @@ class ParamGroup:
 
     def unshard_async(self) -> None:
         """Start the all-gather of the full parameters; :meth:`finish_unshard` completes it. Moves n
-        (N-1)/N elements. Collective over shard; local where the home has the full copy."""
+        (N-1)/N elements. Collective over shard; local if ``home`` is the full copy."""
         if self.state is not GroupState.SHARDED:
             return
         refuse_transforms(self.layout.slots[0].name)
         if not self.shard.untyped_storage().nbytes():
-            with self.materialized():  # says who has moved it
+            with self.materialized():  # raises an error that names what has moved the shard
                 pass
         with trace_range("unshard"):
             self._allocate()
@@ -220,19 +220,18 @@ class ParamGroup:
         self.full.untyped_storage().resize_(0)
 
     def start_read_or_ready(self) -> bool:
-        """Return whether to call :meth:`unshard_async` now, for a use that comes soon.
+        """Return whether to call :meth:`unshard_async` now for a use that follows soon.
 
-        The first call for a shard that lives outside of memory only starts to read it. The answer
-        depends on the order of calls alone, so that it is the same on all ranks of the axis.
+        The first call for an offloaded shard only starts to read it. The result depends only on the
+        order of calls, so that it is the same on all ranks of the axis.
         """
         if self.state is not GroupState.SHARDED:
             return False
         return self.offloaded is None or self.offloaded.start_read()
 
     def read_ahead(self, *, again: bool) -> bool:
-        """Start to read a shard that lives outside of memory for a use that comes later, where
-        there is room; return whether there is room for more. ``again``: also while it is in use,
-        after which it is freed."""
+        """Start to read an offloaded shard for a later use if a buffer is free; return whether more
+        buffers are free. ``again``: also if the shard is in use and will be freed after that."""
         if self.offloaded is None or not (again or self.state is GroupState.SHARDED):
             return True
         return self.offloaded.read_ahead()
@@ -253,11 +252,11 @@ class ParamGroup:
             self.state = GroupState.UNSHARDED
 
     def copy_before_write(self, copy: Callable[[], None]) -> None:
-        """Finish ``copy``, of master and state for a checkpoint, before the next write to them."""
+        """Run ``copy``, which copies master and state for a checkpoint, before the next write."""
         self._copy = copy
 
     def wait_for_copies(self) -> None:
-        """Wait until a checkpoint has copied master and state; before every write to them."""
+        """Wait until a checkpoint has copied master and state. Call before every write to them."""
         copy, self._copy = self._copy, None
         if copy is not None:
             copy()
@@ -267,8 +266,8 @@ class ParamGroup:
         self.end_gather()
 
     def end_gather(self) -> None:
-        """Wait until the shard may be written: a gather under way is over on all ranks, and what
-        was read ahead is dropped.
+        """Wait until the shard may be written: until a gather in flight has ended on all ranks.
+        Drop values that were read ahead.
 
         All ranks call this at the same place between their collectives.
         """
@@ -279,15 +278,15 @@ class ParamGroup:
 
     @property
     def live(self) -> bool:
-        """Whether the parameters are whole."""
+        """Whether the parameters have their full values."""
         return self.state is GroupState.UNSHARDED
 
     def reshard(self, *, stale: bool = False) -> None:
         """Free the full buffer's memory; the :class:`Unsharder` decides when. ``stale``: the shard
-        has newer values, and edits of the old ones are not reported. Views of the buffer that user
-        code holds keep the memory; the next gather allocates other memory.
+        has newer values, so edits of the old ones are not reported. Views of the buffer that user
+        code holds keep the memory alive; then the next gather allocates new memory.
 
-        The parameters keep their shapes; a use outside its time is an error that names them.
+        The parameters keep their shapes; using one while it is freed raises an error that names it.
         Tensors that autograd saved as views of ``full`` stay valid: they share the storage, which
         the next gather refills.
         """
@@ -295,7 +294,7 @@ class ParamGroup:
             return
         self.state = GroupState.SHARDED
         if not stale:
-            self.edits.note_replaced()  # while it can be seen
+            self.edits.note_replaced()  # possible only before the parameters are detached
         if self.attached.detach():
             self.edits.hide()
         try:
@@ -309,12 +308,12 @@ class ParamGroup:
             ) from fault
 
     def publish(self, *, rounded: bool = False) -> Pending | None:
-        """Round an updated master into the shard, and start to give every rank the new full copy
-        where one always lives, or is in the home. Full values of before are freed already.
+        """Round an updated master into the shard, and start to send the new full copy to every rank
+        if parameters always live, or ``home`` is the full copy. Old full values are already freed.
 
-        Moves n (N-1)/N elements where parameters always live, or their home has the full copy, and
-        updates are sharded; nothing otherwise. Returns what to wait for. ``rounded``: the shard
-        holds the rounded values already.
+        Moves n (N-1)/N elements if parameters always live, or ``home`` is the full copy, and
+        updates are sharded; otherwise nothing. Returns the pending all-gather. ``rounded``: the
+        shard already holds the rounded values.
         """
         self.edits.writes += 1
         if self.master is not self.shard and not rounded:
@@ -337,16 +336,16 @@ class ParamGroup:
         return self.comm.all_gather(self.full, self.own, self.name)
 
     def finish_publish(self) -> None:
-        """Give full values that have been gathered to the home, and free them here: what follows
-        :meth:`publish` where the home has the full copy."""
+        """Store gathered full values in ``home``, and free them here. Must follow :meth:`publish`
+        if ``home`` is the full copy."""
         if self.offloaded is not None:
             self.offloaded.store(self.full)
         self._free()
         self.state = GroupState.SHARDED
 
     def load_full(self, params: Collection[int] | None = None) -> None:
-        """Copy the full values, which are alike on all ranks, into home and master. ``params``
-        (ids): only these parameters' elements."""
+        """Copy the full values, which are equal on all ranks, into home and master. ``params``
+        (ids): only the elements of these parameters."""
         self.wait_before_writing()
         if params is None:
             parts = whole = [slice(None)]
@@ -367,7 +366,7 @@ class ParamGroup:
                     self.master[part].copy_(self.shard[part])
 
     def apply_edits(self) -> None:
-        """Copy edits of the full values, alike on all ranks, into shard and master. Masters of
+        """Copy edits of the full values, equal on all ranks, into shard and master. Masters of
         other elements keep all their bits."""
         self.wait_before_writing()
         self.edits.accept()
@@ -380,9 +379,8 @@ class ParamGroup:
                 self.home.copy_(self._kept)
 
     def take_edits(self) -> None:
-        """Let edits of the parameters count, which masters of their own do not see;
-        :func:`take_replaced` comes before. Raises TrialError where the parameters do not always
-        live and edits are lost."""
+        """Copy edits of the parameters into separate masters; call :func:`take_replaced` first.
+        Raises TrialError if the parameters do not always live, because their edits are lost."""
         if self.plan.params is not Lifetime.ALWAYS:
             raise lost_edits(self.edits.names(whole=self.live), "between steps")
         if self.master is not self.shard:
@@ -396,14 +394,14 @@ class ParamGroup:
             self.layout.numel if self.plan.params is Lifetime.ALWAYS else self.layout.shard_numel
         )
         elsewhere = self.master is self.shard or is_absent(self.master) or self.master.device != self.shard.device
-        # what passes through buffers is counted once, by the model
+        # the buffers of offloaded shards are shared; the model counts them once
         low = low if self.offloaded is None else 0
         return low + (0 if elsewhere else self.master.numel() * 4)
 
 
 class AttachedParams:
-    """What the parameters of a group are: views of its full buffer, or placeholders of the same
-    shapes, each with the class that answers for it."""
+    """Switches the parameters of a group between views of its full buffer and placeholders of the
+    same shapes, each with the matching tensor class."""
 
     def __init__(
         self, params: Sequence[nn.Parameter], full: torch.Tensor, layout: Layout, *, always: bool, real: bool
@@ -420,15 +418,15 @@ class AttachedParams:
         return [full[s.offset : s.offset + s.numel].view(s.shape) for s in self._layout.slots]
 
     def attach(self) -> None:
-        """Make the parameters views of the full buffer, which has its values again."""
+        """Make the parameters views of the full buffer, which has been filled again."""
         for param, view, live in zip(self._params, self.views, self._live_classes, strict=True):
             param.__class__ = live
             set_data(param, view)
 
     def detach(self) -> bool:
-        """Make the parameters placeholders, before the full buffer loses its memory. Return whether
-        views of it exist elsewhere. If user code holds some, the memory is theirs from now on, and
-        the buffer gets other memory."""
+        """Make the parameters placeholders, before the full buffer's memory is freed. Return
+        whether other views of it exist. If user code holds such views, they keep the old memory,
+        and the buffer gets new memory."""
         for param, placeholder, freed in zip(self._params, self._placeholders, self._freed_classes, strict=True):
             set_data(param, placeholder)
             param.__class__ = freed
@@ -442,7 +440,7 @@ class AttachedParams:
 
 
 def trace_range(name: str) -> AbstractContextManager[Any]:
-    """Mark ``zero_trial.NAME`` in the traces of torch.profiler, while it runs."""
+    """Record ``zero_trial.NAME`` in the traces of torch.profiler if the profiler is running."""
     return record_function(f"zero_trial.{name}") if torch_profiler._is_profiler_enabled else _NO_RANGE
 
 

@@ -109,8 +109,8 @@ class StateStore:
         return nullcontext()
 
     def state_at_hand(self, tensors: Sequence[WholeTensor]) -> AbstractContextManager[None]:
-        """Bring the state of whole tensors to where they are updated, and back after the block;
-        only inside :meth:`lent`."""
+        """Load the state of whole tensors to the device that updates them, and store it after the
+        block; only inside :meth:`lent`."""
         return nullcontext()
 
     def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
@@ -127,12 +127,12 @@ class StateStore:
         return ()
 
     def close(self) -> None:
-        """Free the space outside of memory, with its contents. Nothing is borrowed afterwards."""
+        """Free the offload space, with its contents. Nothing may be borrowed afterwards."""
 
 
 def batching(base: torch.optim.Optimizer, at_once: bool) -> dict[str, Any]:
-    """Choose how ``base`` gets its pieces: by group, all at once (norms over tensors that lie in
-    several pieces, or a class that may count its own steps), or bounded by the casts' memory."""
+    """Choose how ``base`` gets its pieces: by group, all at once (norms over tensors that span
+    several pieces, or a class that may count its own steps), or limited by the memory of casts."""
     if at_once or (isinstance(base, ShardOptimizer) and not base.elementwise):
         return {"cast_numel": math.inf}
     return {"by_group": True} if isinstance(base, ShardOptimizer) and base.fuses else {}
@@ -140,8 +140,8 @@ def batching(base: torch.optim.Optimizer, at_once: bool) -> dict[str, Any]:
 
 @contextmanager
 def kept_in_place(weights: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Copy values that the block puts elsewhere (``param.data = new``) back into the weights' own
-    memory, from which masters are read."""
+    """Copy values that the block replaces (``param.data = new``) back into the weights' own memory,
+    from which masters are read."""
     homes = [(weight, weight.detach(), _memory(weight)) for weight in weights]
     yield
     for weight, home, memory in homes:
@@ -155,7 +155,7 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def all_at_initialize(where: str, **facts: Any) -> ConfigError:
-    """Return the error for parameters that an optimizer gets after it was given to initialize()."""
+    """Return the error for parameters added to an optimizer after initialize()."""
     return ConfigError(
         "an optimizer accepts no parameters after initialize(): no gradients are reduced for them, and they would not train",
         where=where,
@@ -166,8 +166,8 @@ def all_at_initialize(where: str, **facts: Any) -> ConfigError:
 
 @contextmanager
 def without_empty_groups(base: torch.optim.Optimizer) -> Iterator[None]:
-    """Hide groups of which this rank owns no tensor: a step may look at the first of each. The
-    probe of couplings has tried the class like this."""
+    """Hide groups of which this rank owns no tensor, because a step may access each group's first
+    tensor. The probe of couplings has tested the class in the same way."""
     groups = base.param_groups  # an optimizer inside may share the list
     all_groups = list(groups)
     groups[:] = [group for group in all_groups if group["params"]]
@@ -187,11 +187,11 @@ def cut_pieces(
     most: int | None = None,
     make: Make = ShardPiece,
 ) -> list[ShardPiece]:
-    """Cut this rank's shards into pieces: one per group and optimizer group.
+    """Split this rank's shards into pieces: one per group and optimizer group.
 
     Args:
-        whole: optimizer groups whose tensors are not cut, but updated whole (:func:`own_tensors`).
-        most: cut further at multiples of so many elements, counted from the shard's start.
+        whole: optimizer groups whose tensors are updated whole, not split (:func:`own_tensors`).
+        most: split further at multiples of this many elements, counted from the shard's start.
         make: builds each piece from ShardPiece's fields.
     """
     return [piece for grad_buffer in grad_buffers for piece in _runs(grad_buffer, whole, most, make)]
@@ -227,11 +227,11 @@ def rebind(base: torch.optim.Optimizer, weights: Sequence[Sequence[nn.Parameter]
     """Make a client's optimizer object step on ``weights`` (of each group) instead of the model's
     parameters; its groups and settings stay.
 
-    Raises ConfigError when it already holds state: that state belongs to whole tensors that this
-    rank no longer has; and when it holds parameters elsewhere too, as an optimizer around another
-    does: it would go on stepping those.
+    Raises ConfigError if it already holds state, because that state belongs to whole tensors that
+    this rank no longer has, and if it holds parameters outside of its groups, as an optimizer that
+    wraps another one does, because it would continue to step those.
     """
-    # the one torch optimizer that makes its state when it is built
+    # the only torch optimizer that creates its state when it is built
     eager = isinstance(base, torch.optim.Adagrad)
 
     def has_stepped(state: Mapping[str, Any]) -> bool:

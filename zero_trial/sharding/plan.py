@@ -11,8 +11,8 @@ parameters are between uses. Pure.
 Gradients that always live keep one buffer, which every step fills again.
 
 Parameters that are offloaded live only while their group computes, at every stage. Between uses
-their home has this rank's shard at stage 3, and the full copy at stages 0 to 2: there a use
-communicates nothing, and the update's all-gather ends in the home.
+their home stores this rank's shard at stage 3, and the full copy at stages 0 to 2: then a use needs
+no communication, and the update's all-gather is stored in the home.
 
 Traffic per optimizer step, in elements per rank, N ranks on the shard axis, Psi parameters, g
 micro-batches (Rajbhandari et al. 2020, section 7):
@@ -23,12 +23,12 @@ micro-batches (Rajbhandari et al. 2020, section 7):
     stage 3          (a + r) Psi (N-1)/N          a = 1 when parameters are kept for the step, up to
                                                   2g when freed after every use
 
-Offloaded parameters add no traffic between ranks. From its home a rank moves a Psi elements per
-step at stages 0 to 2 and a Psi/N at stage 3, and to it the updated values once.
+Offloaded parameters add no traffic between ranks. Each step a rank reads a Psi elements from its
+home at stages 0 to 2 and a Psi/N at stage 3, and writes the updated values once.
 
-Code that trains decides by the plan, not by the stage's number. The number is used where a file or
-a user names it: reading DeepSpeed's checkpoints, comparing the stages in a memory plan, options and
-messages.
+Training code depends on the plan, not on the stage's number. The number is only used where a file
+or a user specifies it: to read DeepSpeed's checkpoints, to compare stages in a memory plan, in
+options and messages.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ class OffloadedShard(Protocol):
     """A group's home outside of the device: its shard or full copy, changed only in updates."""
 
     def start_read(self) -> bool:
-        """Start to read the values ahead, as far as there is room; they are needed soon. Return
-        whether an earlier call has started it."""
+        """Start to read the values, which are needed soon, if a buffer is free. Return whether an
+        earlier call has started the read."""
         ...
 
     def read_ahead(self) -> bool:
-        """Start to read the values for a later use; return whether there is room for more."""
+        """Start to read the values for a later use; return whether more buffers are free."""
         ...
 
     def fetch(self, into: torch.Tensor) -> None:
-        """Read all values into ``into``; work that the device is given afterwards sees them."""
+        """Read all values into ``into``; device work that is launched afterwards sees them."""
         ...
 
     def fetch_part(self, into: torch.Tensor, low: int) -> None:
@@ -85,7 +85,7 @@ class OffloadedShard(Protocol):
         ...
 
     def store(self, values: torch.Tensor) -> None:
-        """Replace all values by ``values``, which may be overwritten when this returns."""
+        """Replace all values with ``values``, which may be overwritten when this returns."""
         ...
 
     def forget(self) -> None:
@@ -93,12 +93,12 @@ class OffloadedShard(Protocol):
         ...
 
     def close(self) -> None:
-        """Free everything. The values are not needed any more."""
+        """Free everything. The values are no longer needed."""
         ...
 
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
-        """Memory through which values are read; other shards may use the same."""
+        """Buffers that values are read through; other shards may share them."""
         ...
 
 
@@ -122,7 +122,7 @@ class Reshard(Enum):
 @dataclass(frozen=True)
 class ZeroPlan:
     """How long the full copy of each thing lives, when it is exchanged, and where parameters are
-    between uses. ``whole_home``: the home has their full copy, not this rank's shard."""
+    between uses. ``whole_home``: the home stores their full copy, not this rank's shard."""
 
     shard_optimizer: bool
     params: Lifetime
@@ -154,12 +154,12 @@ class ZeroPlan:
 
     @property
     def gathers_parameters(self) -> bool:
-        """Whether a use of parameters communicates: between uses each rank has a shard of them."""
+        """Whether a use of parameters communicates, because each rank only stores a shard."""
         return self.frees_parameters and not self.whole_home
 
     @property
     def cuts(self) -> tuple[bool, bool, bool]:
-        """Whether optimizer state, gradients and parameters are cut into shards between uses."""
+        """Whether optimizer state, gradients and parameters are sharded between uses."""
         return self.shard_optimizer, self.grads is Lifetime.USE, self.frees_parameters
 
     @property

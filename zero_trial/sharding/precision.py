@@ -17,7 +17,7 @@ LARGEST_SCALE = 2.0**127  # twice this is inf in fp32, and the scaled loss is fp
 
 
 class ScaleUpdate(NamedTuple):
-    """The next state, and the error that the engine raises on all ranks (None: go on)."""
+    """The next state, and the error that the engine raises on all ranks (None: continue)."""
 
     state: LossScale
     error: Diverged | None = None
@@ -25,7 +25,7 @@ class ScaleUpdate(NamedTuple):
 
 @dataclass(frozen=True)
 class StaticScale:
-    """A scale that never changes; 1.0 is none. A step with an overflow is skipped."""
+    """A scale that never changes; 1.0 means no scaling. A step with an overflow is skipped."""
 
     scale: float = 1.0
 
@@ -58,8 +58,8 @@ class DynamicScale:
             object.__setattr__(self, "hysteresis_left", self.hysteresis)
 
     def update(self, overflow: bool) -> ScaleUpdate:
-        """Return the state after a step; ``overflow``: some gradient was not finite, on any rank.
-        Pure; every rank computes the same."""
+        """Return the state after a step; ``overflow``: whether a gradient on any rank was not
+        finite. Pure; every rank computes the same result."""
         return self._after_overflow() if overflow else self._after_clean_step()
 
     def _after_overflow(self) -> ScaleUpdate:
@@ -120,12 +120,12 @@ LossScale = StaticScale | DynamicScale
 
 
 class StepStatus:
-    """The state of the engine's steps, for code that shows numbers to users. This class itself
-    serves loops without an engine: the loss is not scaled."""
+    """The state of the engine's steps, for code that shows numbers to users. This base class is for
+    loops without an engine: the loss is not scaled."""
 
     @property
     def scaler(self) -> LossScale:
-        """The loss scale of the next backward pass, and how it changes."""
+        """The loss scale of the next backward pass, with its update rule."""
         return StaticScale()
 
     @property
@@ -134,7 +134,7 @@ class StepStatus:
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped for a gradient that is not finite."""
+        """Whether the last step was skipped because of a non-finite gradient."""
         return False
 
     def gradient_multiplier(self) -> float:
@@ -163,9 +163,9 @@ _DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class DtypePolicy:
-    """``param``: what forward and backward compute with; ``grad``: the buffer in which
-    micro-batches add up; ``comm``: what a reduce-scatter carries; ``master``: the weights and
-    moments that the optimizer updates."""
+    """``param``: dtype of forward and backward; ``grad``: of the buffer in which micro-batches are
+    accumulated; ``comm``: of reduce-scatters; ``master``: of the weights and moments that the
+    optimizer updates."""
 
     param: torch.dtype
     grad: torch.dtype
@@ -178,7 +178,7 @@ class DtypePolicy:
 
     @property
     def mixes_constants(self) -> bool:
-        """Return whether fp32 buffers meet 16-bit activations."""
+        """Return whether fp32 buffers are used with 16-bit activations."""
         return self.keep_constants and self.param.itemsize == 2
 
     def wide(self, living: torch.dtype, usual: torch.dtype) -> torch.dtype:
@@ -244,8 +244,8 @@ def autocast_dtype(enabled: bool, dtype: str | None) -> torch.dtype | None:
 
 
 def forward_of(module: nn.Module, dtype: torch.dtype | None, device_type: str) -> Callable[..., Any]:
-    """Return a function that calls ``module``: as it is (None), or under autocast to ``dtype``,
-    which replaces an autocast around the call."""
+    """Return a function that calls ``module``: unchanged (None), or under autocast to ``dtype``,
+    which overrides an autocast around the call."""
     if dtype is None:
         return module.__call__
 

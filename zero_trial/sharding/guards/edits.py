@@ -1,9 +1,9 @@
-"""What user code does to parameters outside of the optimizer: edits in place (also of
-``param.data``, see :class:`WatchedParameter`), values put elsewhere (``param.data = new``), and
-views that it keeps.
+"""Detects what user code does to parameters outside of the optimizer: edits in place (also of
+``param.data``, see :class:`WatchedParameter`), replaced values (``param.data = new``), and views
+that it keeps.
 
-The first have a version, the second another address; price: a look at both per step and parameter.
-Kept views show in the number of tensors that use the memory; price: two counts per gather.
+An edit changes the tensor's version, a replacement its address; cost: a check of both per step and
+parameter. Kept views increase the reference count of the memory; cost: two counts per gather.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ _VERSION = operator.attrgetter("_version")
 
 
 class EditWatch:
-    """Notices edits of the parameters of one group; masters of their own, and shards, do not see
-    them.
+    """Detects edits of the parameters of one group, which separate masters and shards do not see.
 
     Args:
         params: ``params[i]`` is the tensor of ``layout.slots[i]``.
-        views: where the values are while the parameters are whole, in the group's full buffer.
-        always: the parameters always live.
-        real: there are addresses and values, unlike in a dry run.
+        views: the parameters' places in the group's full buffer.
+        always: whether the parameters always live.
+        real: whether tensors have memory, unlike in a dry run.
     """
 
     def __init__(
@@ -49,34 +48,35 @@ class EditWatch:
         self._layout = layout
         self._params, self._views = params, views
         self._always, self._real = always, real
-        self._hidden = 0  # what versions are ahead by while the values are freed
-        self._known = self._versions()  # those of edits that count already
-        self.writes = 0  # how often the engine has given the parameters other values
+        self._hidden = 0  # offset of the versions while the values are freed
+        self._known = self._versions()  # versions after the last accepted edits
+        self.writes = 0  # how often the engine has written the parameters
         self._addresses = self._addresses_of_views()
-        self.count = 0  # edits that were accepted
-        self._elsewhere: list[torch.Tensor] = []  # what the parameters are while their memory is away
+        self.count = 0  # accepted edits
+        self._elsewhere: list[torch.Tensor] = []  # the parameters' data while their memory is moved away
 
     def accept(self, *, undone: bool = False) -> None:
-        """Let edits up to now count: the caller takes them, has made or has ``undone`` them."""
+        """Mark all edits up to now as handled: the caller applies, has made or has ``undone``
+        them."""
         versions = self._versions()
         self.count += versions != self._known and not undone
         self._known = versions
 
     def count_step(self) -> None:
-        """Let a graph of before the step, which would need the old values, fail in its backward
-        pass as it does in plain torch: publication writes behind autograd's back. Price: a tenth
-        of a microsecond per parameter."""
+        """Make a graph from before the step, which needs the old values, fail in its backward pass
+        as in plain torch: autograd does not see that publication writes the values. Cost: 0.1
+        microseconds per parameter."""
         increment_version(self._params)
         self._known = [known + 1 for known in self._known]
 
     def hide(self) -> None:
-        """Let a backward pass that would read freed values fail as one that would read overwritten
-        ones does, instead of ending the process, until :meth:`show`."""
+        """Make a backward pass that would read freed values raise autograd's error about modified
+        values instead of crashing the process, until :meth:`show`."""
         increment_version(self._params)
         self._hidden = 1
 
     def show(self) -> None:
-        """Let backward passes read the values, which have been gathered again."""
+        """Allow backward passes to read the values, which have been gathered again."""
         if self._hidden:
             self._hidden = 0
             versions = [param._version - 1 for param in self._params]
@@ -86,13 +86,14 @@ class EditWatch:
 
     def edited(self, *, whole: bool) -> bool:
         """Return whether parameters were edited in place since :meth:`accept`, or replaced, which
-        can be seen while they are ``whole``."""
+        can only be detected while they are ``whole`` (unsharded)."""
         if whole:
             self.note_replaced()
         return self._versions() != self._known
 
     def names(self, *, whole: bool) -> list[str]:
-        """Name, and accept, the parameters that were edited or replaced on this rank. Local."""
+        """Return the names of parameters that were edited or replaced on this rank, and accept the
+        edits. Local."""
         if not self.edited(whole=whole):
             return []
         pairs = zip(self._versions(), self._known, strict=True)
@@ -101,7 +102,7 @@ class EditWatch:
         return found
 
     def note_replaced(self) -> list[int]:
-        """List the whole parameters whose values user code has put elsewhere: these are edits."""
+        """List the unsharded parameters whose ``data`` user code replaced; these count as edits."""
         if not self._real or self._elsewhere:
             return []
         own, now = self._addresses or _addresses(self._views), _addresses(self._params)
@@ -124,9 +125,9 @@ class EditWatch:
             param.data = copy
 
     def came_back(self) -> None:
-        """Make the parameters views of the full buffer again, which holds the values again. One
-        whose values user code has put elsewhere meanwhile keeps these, on its device, for
-        :func:`take_replaced`."""
+        """Make the parameters views of the full buffer again, which has been filled again. A
+        parameter whose ``data`` user code replaced meanwhile keeps the new values, on its device,
+        for :func:`take_replaced`."""
         if not self._elsewhere:
             return
         for param, copy, view in zip(self._params, self._elsewhere, self._views, strict=True):
@@ -139,19 +140,19 @@ class EditWatch:
 
 
 class KeptViews:
-    """Notices views of a group's memory that user code still holds when the memory is to be freed,
+    """Detects views of a group's memory that user code still holds when the memory is to be freed,
     such as a forward hook's ``weight.detach()``.
 
-    A count of the memory's users includes the views that autograd has saved. Those may lose the
-    memory, because backward gathers it first (so may those that the context of an autograd.Function
-    keeps as attributes, as bitsandbytes does); a read of the others would end the process. Only
-    Python's garbage collector can tell the two apart, by a look at every object. So it looks once
-    for each number of users that a use of the parameters has added, and the answer is remembered:
-    a model that does the same in every step pays for it in the first one. (What is missed: a use
-    that saves fewer views for backward than before while user code keeps just as many.)
+    The reference count of the memory includes views that autograd has saved. These may lose the
+    memory, because backward gathers it first (and so may views that the context of an
+    autograd.Function stores as attributes, as bitsandbytes does). Reading any other view would
+    crash the process. To tell the two apart, Python's garbage collector must visit every object.
+    This is done once for each number of references that a use of the parameters has added, and the
+    result is cached: a model that does the same in every step pays only in the first step. (Not
+    detected: a use saves fewer views for backward while user code keeps as many more.)
 
     Args:
-        own: the tensors in that memory that the group itself holds. No other one may exist yet.
+        own: the tensors in that memory that the group itself holds. No others may exist yet.
     """
 
     def __init__(self, own: Sequence[torch.Tensor], *, real: bool) -> None:
@@ -161,7 +162,7 @@ class KeptViews:
         self._collections: int | None = None  # of garbage, up to the first use; None before it
 
     def begin(self) -> None:
-        """Note the users before the parameters are used."""
+        """Record the reference count before the parameters are used."""
         self._before = self._users()
         if self._collections is None:
             self._collections = _collections()
@@ -171,10 +172,10 @@ class KeptViews:
         return self._users() > self._alone
 
     def held(self) -> bool:
-        """Return whether user code holds some of them, after a use of the parameters. Local.
+        """Return whether user code holds views after a use of the parameters. Local.
 
-        Before the first use, the engine holds some: it writes first values to their home. That says
-        nothing about later uses.
+        Returns True before the first use, when the engine itself holds views to write first values
+        to their home; this result is not cached.
         """
         if self._collections is None:
             return True
@@ -188,7 +189,8 @@ class KeptViews:
 
     def _found(self) -> bool:
         memory, own = _storage(self._own[0]), set(map(id, self._own))
-        # Objects of after the first use began are young, unless garbage has been collected since.
+        # Objects created since the first use are in the youngest generation, unless the garbage
+        # collector has run since.
         young = _collections() == self._collections
         with torch._C.DisableTorchFunctionSubclass():
             objects = gc.get_objects(0 if young else None)
@@ -202,7 +204,7 @@ class KeptViews:
         del objects, contexts
         probe = [object()]
         unheld = sys.getrefcount(probe[0])
-        # A tensor that C++ code holds, too (autograd), counts once more.
+        # A tensor that C++ code (autograd) also references counts once more.
         return any(
             sys.getrefcount(views[i]) > unheld + (views[i]._use_count() > 1) + by_autograd[id(views[i])]
             for i in range(len(views))

@@ -1,21 +1,21 @@
 """Gradients for user code, between the last backward pass of a step and the step: ``param.grad``.
 
-After that pass ``param.grad`` is a :class:`LazyGradient`. It takes no memory. Its first use makes
-the averaged, unscaled gradient, in the parameter's dtype (of fp16 parameters in fp32), where full
-gradients live (ZeRO 0 and 1), and raises an error that names the way out where they do not. So
-``clip_grad_norm_``, which only gets the parameters, works or raises; it never does nothing.
+After that pass ``param.grad`` is a :class:`LazyGradient`. It takes no memory. If full gradients
+live (ZeRO 0 and 1), its first use computes the averaged, unscaled gradient, in the parameter's
+dtype (for fp16 parameters in fp32). Otherwise it raises an error that names an alternative. So
+``clip_grad_norm_``, which only gets the parameters, works or raises, but is never a silent no-op.
 
     p.grad.norm(), print(p.grad)     local at ZeRO 0; at ZeRO 1 a group is gathered over shard on
                                      its first use: n (N-1)/N elements
-    p.grad.mul_(c), clip_grad_norm_  values that differ from what was shown go into this rank's
-                                     shard before the step, and the norm is taken again
+    p.grad.mul_(c), clip_grad_norm_  changed values are written into this rank's shard before the
+                                     step, and the norm is recomputed
     p.grad = None, p.grad = tensor   the gradient is 0, or the tensor
 
 A gradient that no one uses costs one assignment and one comparison per parameter and step.
 
-Between the micro-batches of a step ``param.grad`` is the sum so far if autograd adds into it. A sum
-that is elsewhere (in fp32 next to 16-bit gradients, or reduced after every micro-batch) is a
-:class:`LazyGradient` that can only be dropped: ``param.grad = None``.
+Between the micro-batches of a step ``param.grad`` is the sum so far if autograd accumulates into
+it. If the sum is stored elsewhere (in fp32 for 16-bit gradients, or reduced after every
+micro-batch), it is a :class:`LazyGradient` that can only be dropped: ``param.grad = None``.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ class ShownGradients:
         self._lazy: list[LazyGradient] = []
         self._flat: torch.Tensor | None = None  # the group's gradient (n,), once some of it was used
         self._used: dict[int, torch.Tensor] = {}  # views of it, by index
-        self._late: dict[int, torch.Tensor] = {}  # what autograd has added since, by index
+        self._late: dict[int, torch.Tensor] = {}  # gradients that autograd has added since, by index
         self.shown = False
-        self.partial = False  # more is reduced before the step
+        self.partial = False  # whether more gradients are reduced before the step
         self.last = False  # the last backward pass of the step is over
 
     def show(self, *, partial: bool = False, foreign: bool = False) -> None:
         """Set every parameter's ``.grad``. Does not read a gradient.
 
         Args:
-            partial: more is reduced before the step; nothing happens where the sum so far is in
-                ``.grad``.
-            foreign: it came through another engine's loss, and is this rank's own.
+            partial: more gradients are reduced before the step; does nothing if the sum so far is
+                in ``.grad``.
+            foreign: the gradient is from another engine's loss, and only this rank's.
         """
         buffer, self.last = self.grad_buffer, not partial
         # Gradients that came after their group's reduction began are still in .grad.
@@ -99,14 +99,14 @@ class ShownGradients:
         self.shown = True
 
     def before(self) -> ShownBefore:
-        """Return what is shown now."""
+        """Return the current ``.grad`` of the parameters."""
         with unasked():
             grads = list(map(_GRAD, self._params))
         return ShownBefore(self, self.partial, grads, self._flat, dict(self._used))
 
     def show_again(self, before: ShownBefore) -> None:
-        """Show what :meth:`before` has returned, after :meth:`hide` and a pass that has brought no
-        gradient. Local: what was gathered need not be again."""
+        """Restore what :meth:`before` returned, after :meth:`hide` and a pass that produced no
+        gradient. Local: gathered gradients are not gathered again."""
         with unasked():
             for param, grad in zip(self._params, before.grads, strict=True):
                 param.grad = grad
@@ -114,8 +114,8 @@ class ShownGradients:
         self._flat, self._used = before.flat, before.used
 
     def hide(self) -> None:
-        """Take the ``.grad`` of all parameters away, so that autograd can hand over new ones; one
-        that it has added to what was shown stays."""
+        """Remove the ``.grad`` of all parameters, so that autograd can set new ones; a gradient
+        that autograd has added to the shown one stays."""
         late = self._late
         with unasked():
             for index, param in enumerate(self._params):
@@ -195,10 +195,10 @@ class ShownGradients:
 
     def _drop(self, index: int, value: torch.Tensor | None) -> bool:
         """Drop the sum so far of parameter ``index``, whose ``.grad`` was set to None; return
-        whether a part of it was in the shard."""
+        whether part of the sum was in the shard."""
         if value is not None:
             self.value(index)  # raises
-        self._multiplier()  # raises where the weight of its loss would stay
+        self._multiplier()  # raises if the weight of its loss would remain
         self.grad_buffer.filled[index] = False
         self._late.pop(index, None)
         return self.grad_buffer.shard_filled and self._write(index, None)
@@ -225,12 +225,12 @@ class ShownGradients:
 
 
 class ParamGrads:
-    """What all parameters of a model have as ``.grad``, and what user code does to it.
+    """Manages ``.grad`` of all parameters of a model, and user code's changes to it.
 
     Args:
-        reducer: reduces the gradients, and takes the norm of those that were changed again.
+        reducer: reduces the gradients, and recomputes the norm of changed ones.
         multiplier: see :data:`Multiplier`.
-        moved: raises TrialError where gradients are elsewhere.
+        moved: raises TrialError if gradients are offloaded.
     """
 
     def __init__(self, reducer: GradReducer, multiplier: Multiplier, moved: MovedStates) -> None:
@@ -250,14 +250,14 @@ class ParamGrads:
         return any(shown.shown and shown.last for shown in self._shown)
 
     def show(self, *, partial: bool) -> None:
-        """Show gradients at the end of a pass; ``partial``: more is reduced before the step."""
+        """Show gradients at the end of a pass; ``partial``: more are reduced before the step."""
         for shown in self._shown:
             shown.show(partial=partial)
 
     def show_foreign(self, before: Sequence[ShownBefore], *, alone: bool) -> None:
-        """Let ``param.grad`` say that gradients of another loss are not reduced yet; where none has
-        come, it shows what it did. ``alone``: on one rank, where such gradients are all that there
-        is unless earlier ones have been reduced."""
+        """Make ``param.grad`` show that gradients of another loss are not reduced yet; parameters
+        without one show their earlier gradient. ``alone``: on one rank, where such gradients are
+        complete unless earlier ones have been reduced."""
         self.show_again([one for one in before if not one.shown.grad_buffer.has_gradients])
         for shown in self._shown:
             shown.grad_buffer.flush_small()
@@ -266,10 +266,10 @@ class ParamGrads:
                 shown.show(partial=True, foreign=True)
 
     def rescale(self, factor: float) -> Sequence[ShownBefore]:
-        """Multiply the gradients of the backward pass that runs by ``factor``; call it before the
-        first of them comes, and with 1.0 at the end of a pass that
-        :meth:`ShardedModel.end_backward` does not end. Return what ``param.grad`` has shown until
-        now, for :meth:`show_again`."""
+        """Scale the gradients of the running backward pass by ``factor``; call it before the first
+        gradient arrives, and with 1.0 at the end of a pass that
+        :meth:`ShardedModel.end_backward` does not end. Return what ``param.grad`` has shown so far,
+        for :meth:`show_again`."""
         self._moved.require_here("backward", ("lp_params", *GRADIENTS))
         before = [shown.before() for shown in self._shown if shown.shown]
         self.hide()
@@ -278,12 +278,12 @@ class ParamGrads:
         return before
 
     def show_again(self, before: Sequence[ShownBefore]) -> None:
-        """Show what was shown before a pass that has brought no gradient."""
+        """Restore what was shown before a pass that produced no gradient."""
         for one in before:
             one.shown.show_again(one)
 
     def hide(self) -> None:
-        """Take edits, and all ``.grad`` away, so that autograd can hand over new ones."""
+        """Apply edits and remove all ``.grad``, so that autograd can set new ones."""
         for shown in self._shown:
             if shown.shown:
                 if shown.take_edits():
@@ -297,8 +297,8 @@ class ParamGrads:
                 shown.forget()
 
     def take_edits(self, *, at_step: bool = False) -> None:
-        """Let what user code did to ``param.grad`` since the last backward pass count in the step.
-        Local. ``at_step``: what is not reduced yet is now."""
+        """Apply user code's changes of ``param.grad`` since the last backward pass to the step.
+        Local. ``at_step``: unreduced gradients are about to be reduced, so stop showing them."""
         for shown in self._shown:
             if not shown.shown:
                 continue
@@ -316,8 +316,8 @@ class ParamGrads:
             shown.show(partial=shown.partial)
 
     def require_kept(self) -> None:
-        """Raise TrialError where user code has set a ``.grad`` to None in which a sum of weighted
-        losses was, whose weights would stay."""
+        """Raise TrialError if user code has set a ``.grad`` to None that held a sum of weighted
+        losses, because the weights would remain."""
         for shown in self._shown:
             buffer = shown.grad_buffer
             if not shown.shown and not buffer.hidden:
@@ -328,10 +328,10 @@ class ParamGrads:
 
 
 class LazyGradient(torch.Tensor):
-    """Stands for a full gradient that is made when it is first used, or that is unavailable.
+    """A placeholder for a full gradient that is computed at its first use, or is unavailable.
 
-    The reference to its source is weak. Python's cycle collector does not follow ``param.grad``, so
-    a strong one would keep the parameters forever once their engine is dropped after a backward.
+    The reference to its source is weak. Python's garbage collector does not follow ``param.grad``,
+    so a strong reference would leak the parameters if their engine is dropped after a backward.
     """
 
     _source: weakref.ref[ShownGradients]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,20 +241,25 @@ LOOPS: list[tuple[str, int, int]] = [  # what a loop does, its accumulation, and
     ("three losses", 2, 0),
     ("no_sync", 1, 0),
     ("own boundary", 1, 0),
+    ("starts over", 4, 0),
+    ("goes back", 1, 0),  # to a checkpoint of step 0, as a search for a learning rate does
 ]
 
 
 @pytest.mark.parametrize(("what", "accumulation", "after"), LOOPS)
 def test_a_loop_that_leaves_out_steps_is_warned_once(
-    caplog: pytest.LogCaptureFixture, what: str, accumulation: int, after: int
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, what: str, accumulation: int, after: int
 ) -> None:
     engine = build_engine(Case(Tower, loss, accumulation=accumulation), {"stage": 2})
+    engine.save_checkpoint(tmp_path)
     done, warned = 0, []
     for number in range(12):
         losses = {"three losses": 3, "four losses": 4}.get(what, 1)
         fourth = number % 4 == 3
-        if what == "zero_grad":
+        if what == "zero_grad" or (what == "starts over" and number == 3):
             engine.zero_grad()
+        elif what == "goes back" and number == 5:
+            engine.load_checkpoint(tmp_path)
         elif what == "own boundary":
             engine.set_gradient_accumulation_boundary(fourth)
         for _ in range(losses):
@@ -264,7 +270,7 @@ def test_a_loop_that_leaves_out_steps_is_warned_once(
             if "engine.step() was called" in caplog.text:
                 warned.append(done - 1)
                 caplog.clear()
-        if what in ("each", "three losses", "four losses") or (fourth and what not in ("never", "zero_grad")):
+        if what not in ("never", "zero_grad") and (fourth or what not in ("every fourth", "no_sync", "own boundary")):
             engine.step()
     assert warned == ([after] if after else [])
     assert bool(engine.global_steps) is (what not in ("never", "zero_grad", "every fourth"))

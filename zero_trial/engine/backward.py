@@ -94,8 +94,8 @@ class BackwardPasses:
         self._outcome = outcome
         self._observer = observer
         self.pending = 0  # passes since the last step
-        self.total = 0  # passes of the run
-        self.accumulates = False  # whether the caller used no_sync() or coalesced(), or was warned
+        self.total = 0  # passes of the run, except dropped ones
+        self.hints = True  # hint at missing steps: until a step, no_sync(), coalesced() or a hint
         self.syncs = True  # whether backward passes reduce their gradients, if the plan does so
         self.cut_off = False  # whether an exception ended a coalesced() block in this step
         self._noted: _NotedPass | None = None
@@ -331,7 +331,7 @@ class BackwardPasses:
         self.require_outside(
             "engine.no_sync", "no_sync context manager reentry is unsupported, also inside coalesce_grad_reduction()"
         )
-        self.syncs, self.accumulates = False, True
+        self.syncs = self.hints = False
         try:
             yield
         finally:
@@ -344,7 +344,7 @@ class BackwardPasses:
         self.require_outside(
             "engine.coalesce_grad_reduction", "coalesce_grad_reduction() cannot be nested in itself or in no_sync()"
         )
-        self.syncs, self.cut_off, self.accumulates = False, True, True
+        self.syncs, self.cut_off, self.hints = False, True, False
         try:
             yield
             self.cut_off = False

@@ -135,7 +135,7 @@ class Engine(EngineAccessors):
                 args, kwargs = cast_floats((args, kwargs), self.resolved.policy.param)
             output = self._call(*args, **kwargs)
         if torch.is_grad_enabled():
-            if not self.global_steps and self._passes.total >= 3 * (self.micro_steps + 1):
+            if self._passes.hints and self._passes.total >= 3 * (self.micro_steps + 1):
                 self._warn_of_missing_steps()
             self._passes.watch(output)
         if self.observer.events is not None:
@@ -226,7 +226,7 @@ class Engine(EngineAccessors):
                 self._hand_steps.see(lr_scheduler, self.global_steps)
             self.global_samples += micro_batches * self._batch.micro_batch_size * self.mesh.data.size
             self._passes.forget()
-            self._restarted = False
+            self._restarted = self._passes.hints = False
             self._table.end_step(self.global_steps, passes, logs=self.mesh.data.index == 0)
             self.mesh.heartbeat.step = self.global_steps
         self.observer.after_step(self)
@@ -236,9 +236,9 @@ class Engine(EngineAccessors):
     def _warn_of_missing_steps(self) -> None:
         """Log once, before the first step, that there are too few calls of :meth:`step`, unless the
         caller decides what a step accumulates. A micro-batch may have a few losses (a GAN's)."""
-        if self._passes.accumulates or not self._managed or self._boundary is not None or self.optimizer is None:
+        if not self._managed or self._boundary is not None or self.optimizer is None:
             return
-        self._passes.accumulates = True
+        self._passes.hints = False
         if self.mesh.rank == 0:
             log.warning(
                 "%d backward passes, and engine.step() was called %d times: weights change after %d calls (gradient_accumulation_steps). "
@@ -292,6 +292,7 @@ class Engine(EngineAccessors):
             )
         self._restarted = True
         self.micro_steps -= done
+        self._passes.total -= self._passes.pending
         if self.mesh.rank == 0:
             log.warning("zero_grad() after %d of %d micro-batches: the accumulation starts over", done, wanted)
 

@@ -269,7 +269,7 @@ def find_param(param: torch.Tensor) -> TrainedParam:
         raise TrialError(
             "this parameter belongs to no engine",
             got=tuple(param.shape),
-            fix="Pass a parameter of a model given to initialize().",
+            fix="Pass a parameter of a model given to initialize(), and keep a reference to the engine.",
         )
     return TrainedParam(model, *model.group_of(param))
 
@@ -390,6 +390,10 @@ def _state_of(param: torch.Tensor) -> StateByTensor:
     state: StateByTensor | None = state_of_param(param)
     if state is None:
         raise TrialError(
-            "this engine has no optimizer", fix="Pass an optimizer to initialize(), or set one in ds_config."
+            "the optimizer of this parameter's engine is gone, or there is none",
+            where="state of the optimizer",
+            got=tuple(param.shape),
+            expected="an engine with an optimizer, which the program still holds",
+            fix="Keep a reference to the engine. If it has no optimizer, pass one to initialize(), or set one in ds_config.",
         )
     return state

@@ -3,6 +3,7 @@ safe_set_* functions, against dense torch."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -425,12 +426,19 @@ def set_state(weight: nn.Parameter) -> None:
     zero.safe_set_full_optimizer_state(weight, torch.zeros_like(weight), "exp_avg")
 
 
+def collected(module: Any) -> Any:
+    """Return the module of an engine to which nothing refers any more."""
+    gc.collect()
+    return module
+
+
 REFUSALS: dict[str, tuple[str, Callable[[], Any]]] = {
     "master": (
         r"last.weight: the value has another shape: got \(3,\), expected \(4, 11\)",
         lambda: before_a_step(lambda weight: zero.safe_set_full_fp32_param(weight, torch.zeros(3))),
     ),
     "state": ("exp_avg: the optimizer has no state yet", lambda: before_a_step(set_state)),
+    "collected": ("engine is gone.*Keep a reference", lambda: set_state(collected(made("zero1").module).last.weight)),
     "stranger": ("belongs to no engine", lambda: zero.safe_get_full_fp32_param(nn.Parameter(torch.zeros(2, 2)))),
     "kept": ("clone", kept_beyond_its_step),
     "hook": ("register_hook", hook_without_a_gradient),

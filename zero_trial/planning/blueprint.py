@@ -1,8 +1,8 @@
-"""What a plan or a check builds with: a model and its optimizer without values, and rank 0's place
-in a mesh whose other ranks are absent.
+"""Building blocks of plans and checks: a model and its optimizer without values, and rank 0 of a
+mesh whose other ranks are absent.
 
 Collectives of that mesh move nothing: a sum of tensors is this rank's part, and control values of
-other ranks are equal to this rank's. An engine with values has all shards itself.
+other ranks are equal to this rank's. An engine with values holds all shards itself.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Blueprint:
     """Copy ``model`` and ``options`` (optimizer, model_parameters, lr_scheduler) without values, so
     that the copy needs no memory.
 
-    The copy is made at once: what happens to the model later (an engine that shards it) does not
-    matter. ``device`` is where the training will be. Tensors that are neither parameters nor
-    buffers are copied as they are. Raises NotCopyable.
+    The copy is made immediately, so later changes of the model (an engine shards it) do not
+    matter. ``device`` is the device of the training. Tensors that are neither parameters nor
+    buffers are copied with their values. Raises NotCopyable.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Blueprint:
 
 
 def _copied(given: Mapping[str, Any], like: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    """Return a deep copy with ``like(tensor)`` for every tensor; what was shared stays so."""
+    """Return a deep copy with ``like(tensor)`` for every tensor; shared objects stay shared."""
     model: nn.Module = given["model"]
     memo: dict[int, Any] = {id(table): table for table in value_tables(model)}
     for tensor in itertools.chain(model.parameters(), model.buffers()):
@@ -93,8 +93,8 @@ _FILLS = frozenset({"normal_", "uniform_", "trunc_normal_", "zero_", "fill_"})
 
 
 class ModulesOnMeta(TorchFunctionMode):
-    """Creates tensors on the meta device inside the constructor of a module, and elsewhere, such as
-    in code that prepares data, where they are. What a module is moved to has any values."""
+    """Creates tensors on the meta device inside the constructor of a module; other code, such as
+    data preparation, is not affected. A module moved to a device has uninitialized values."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -140,7 +140,7 @@ class _LoneAxis(AxisComm):
         return DONE
 
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
-        """Leave ``tensor`` as it is."""
+        """Leave ``tensor`` unchanged."""
 
     def all_reduce_small(self, values: torch.Tensor, label: str, op: str = "sum") -> None:
         if op == "sum":

@@ -1,4 +1,4 @@
-"""Check an experiment: report everything that is known to be wrong before a rank is started."""
+"""Check an experiment: report all known errors before any rank is started."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CheckRequest:
     Args:
         path: the experiment's file.
         changes: values over those of the file.
-        points: points of a search to look at, at most.
+        points: maximum number of points of a search to check.
         build: whether the model definition is imported and built.
         dry_run: whether one batch is evaluated.
     """
@@ -61,7 +61,7 @@ class CheckRequest:
 
 @dataclass
 class CheckReport:
-    """All issues, and in ``looked`` a few words on each area, in the order of the check."""
+    """All issues, and in ``looked`` a short text on each area, in the order of the check."""
 
     issues: list[CheckIssue] = field(default_factory=list)
     looked: dict[Area, str] = field(default_factory=dict)
@@ -83,9 +83,9 @@ class CheckReport:
 def check_experiment(request: CheckRequest, env: Mapping[str, str]) -> CheckReport:
     """Read and resolve the experiment, and build its trial in a dry run.
 
-    Starts no ranks, and writes nothing of its own.
+    Starts no ranks, and writes nothing itself.
 
-    Faults of the experiment are not raised: the report holds all issues.
+    Faults of the experiment are not raised: the report contains all issues.
     """
     started = time.perf_counter()
     report = CheckReport()
@@ -95,7 +95,7 @@ def check_experiment(request: CheckRequest, env: Mapping[str, str]) -> CheckRepo
 
 
 class _ExperimentCheck:
-    """One check of an experiment; ``report`` gets what it finds."""
+    """One check of an experiment; stores its findings in ``report``."""
 
     def __init__(self, request: CheckRequest, report: CheckReport) -> None:
         self.request = request
@@ -104,7 +104,7 @@ class _ExperimentCheck:
         self.looked = report.looked
 
     def run(self, env: Mapping[str, str]) -> None:
-        """Look at every area that can be read."""
+        """Check every area that can be read."""
         try:
             examined = examine_experiment(self.request.experiment_path, changes=self.request.changes)
         except ConfigError as error:
@@ -150,7 +150,7 @@ class _ExperimentCheck:
             return None
 
     def _entrypoint(self, experiment: ExperimentConfig, model_dir: Path) -> Entrypoint | None:
-        """Find the trial's class by reading the source; None where it does not exist."""
+        """Find the trial's class by reading the source; None if it does not exist."""
         where = experiment.document.where("entrypoint")
         if not experiment.entrypoint:
             return None  # reported already
@@ -190,7 +190,7 @@ class _ExperimentCheck:
     def _dry_run(
         self, experiment: ExperimentConfig, entrypoint: Entrypoint, point: Point, model_dir: Path, slots: int
     ) -> None:
-        """Build the trial, and use it a little."""
+        """Build the trial, train one step, and evaluate one batch."""
         # torch, and the user's code
         from zero_trial.planning.lone_task import DryRunRequest, too_large
         from zero_trial.planning.trial_dry_run import dry_run_trial
@@ -259,8 +259,8 @@ class ConfigChecks:
 
 
 def resolve(experiment: ExperimentConfig, model_dir: Path, slots: int, point: Point) -> Resolved:
-    """Resolve one point. Raises ConfigError with all faults of its ds_config, InvalidHP where a
-    search would go on without the point."""
+    """Resolve one point. Raises ConfigError with all faults of its ds_config, InvalidHP if a search
+    would continue without the point."""
     search = experiment.searcher.searches
     values = point.hyperparameters
     source = experiment.ds_config(model_dir, values)

@@ -24,8 +24,8 @@ class Severity(Enum):
     """What an issue means for the run; the values are printed."""
 
     FAULT = "error"  # the run would not start, or end in an error
-    WARNING = "warn"  # the run does something that is probably not meant
-    NOTE = "note"  # what the check did not look at, and why
+    WARNING = "warn"  # the run does something that is probably not intended
+    NOTE = "note"  # what was not checked, and why
 
 
 class Area(Enum):
@@ -54,9 +54,9 @@ class CheckIssue:
     """One issue.
 
     Args:
-        points: numbers of the points of the search at which it occurs; empty where it occurs at
-            all.
-        at: the same as a phrase for people.
+        points: numbers of the points of the search at which it occurs; empty if it occurs at all
+            points.
+        at: the same as readable text.
     """
 
     area: Area
@@ -94,7 +94,7 @@ def issues_of(area: Area, error: ZeroTrialError, severity: Severity = Severity.F
 
 
 def flat(errors: Iterable[ZeroTrialError]) -> list[ZeroTrialError]:
-    """Return the single faults of errors of which some hold several."""
+    """Return the individual faults of ``errors``, some of which contain several."""
     return [fault for error in errors for fault in (getattr(error, "faults", ()) or (error,))]
 
 
@@ -137,18 +137,18 @@ _MISSING, _READ_ONLY = "missing", "read-only"
 
 def look_at(folder: Path) -> str:
     """Return the type of the file system of ``folder``, or ``missing`` or ``read-only``."""
-    if not os.path.isdir(folder):  # what may not be looked at is not there; Path.is_dir raises
+    if not os.path.isdir(folder):  # an unreadable path counts as missing; Path.is_dir would raise
         return _MISSING
     return file_system_of(folder) if os.access(folder, os.W_OK | os.X_OK) else _READ_ONLY
 
 
 def check_nvme(config: DsConfig, look: Callable[[Path], str] = look_at, base: Path = Path()) -> list[CheckIssue]:
-    """Return issues of the folders that ``config`` offloads to. How much room they need is known
+    """Return issues of the folders that ``config`` offloads to. The required space is known only
     when an engine allocates its files, which fails before the first step.
 
     Args:
-        look: asks about a folder.
-        base: where relative folders start.
+        look: returns the state of a folder, see :func:`look_at`.
+        base: folder of relative paths.
     """
     found: dict[Path, CheckIssue] = {}
     zero = config.zero_optimization
@@ -179,6 +179,6 @@ def _of_folder(folder: str, where: str, seen: str) -> CheckIssue | None:
 
 
 def _where(config: DsConfig, key: str) -> str:
-    """Return a dotted key behind the place of its value, where it has one."""
+    """Return the file and line of a value, if known, followed by its dotted key."""
     source = config.source(key)
     return key if source.is_default or source == GIVEN else f"{source} {key}"

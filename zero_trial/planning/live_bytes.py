@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 _ATEN, _DEVICE = torch.ops.aten, torch.ops.prim.device.default
-# Their results are in the memory of their argument.
+# Operations whose results share the memory of their argument.
 _VIEWS = frozenset(
     {
         *(_ATEN.slice.Tensor, _ATEN.view.default, _ATEN.view.dtype, _ATEN.detach.default, _ATEN.t.default),
@@ -35,12 +35,13 @@ class _Storage:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts while it is entered; what it counted stays counted until it dies, entered or not.
+    """Counts new storages while it is entered; a counted storage counts until it is freed, even
+    after exit.
 
-    ``live`` bytes now, ``peak`` the most since :meth:`restart`. Views of one storage count once; a
-    storage that is resized counts with its new size at once. Not seen: memory that no tensor holds
-    (libraries, kernels' own workspace, caches of an allocator), and tensors over memory that no
-    operation made (shared memory, files) unless they are held.
+    ``live``: current bytes, ``peak``: maximum since :meth:`restart`. Views of one storage count
+    once; a resized storage counts with its new size immediately. Not counted: memory outside of
+    tensors (libraries, workspace of kernels, allocator caches), and tensors over memory that no
+    operation allocated (shared memory, files) unless they are passed to :meth:`hold`.
 
     Args:
         only: the type of the device whose memory counts; None for all devices.
@@ -59,7 +60,7 @@ class LiveBytes(TorchDispatchMode):
         self.saved_peak = 0
 
     def __enter__(self) -> LiveBytes:
-        """Count from here on. No operation resizes a storage, so that is watched apart."""
+        """Start to count. No operation resizes a storage, so resizes are watched separately."""
         self._resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = self._resized(self._resize)  # type: ignore[assignment, method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -86,22 +87,22 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     def follow(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Look at ``tensors()`` again at every operation: their storages change without one."""
+        """Check ``tensors()`` again at every operation: their storages change without one."""
         self._followed = tensors
         self.hold(tensors())
 
     def restart(self) -> None:
-        """Start the peaks again."""
+        """Reset the peaks."""
         self._look_again()
         self.peak, self.saved_peak = self.live, self.saved
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Count as ``saved`` the storages made inside that autograd saves for backward, while they
-        live.
+        """Count as ``saved`` the storages created in the block that autograd saves for backward,
+        while they live.
 
-        What was there before (parameters, buffers, the batch) is not: it would be there without
-        backward too.
+        Storages from before (parameters, buffers, the batch) do not count: they would live without
+        backward, too.
         """
         self._saved_from = self._made
         with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
@@ -109,8 +110,8 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: torch would import its compiler, a second of every run, to keep it out of
-        the method below, and nothing is compiled there."""
+        """Return False. Otherwise torch would import its compiler, which takes a second, to exclude
+        the method below from compilation, but nothing is compiled there."""
         return False
 
     def __torch_dispatch__(
@@ -169,7 +170,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _gone(self, key: int, number: int, _: Any = None) -> None:
         known = self._storages.get(key)
-        # the address has been given to another storage since
+        # another storage has reused the address
         if known is None or known.number != number:
             return
         del self._storages[key]
@@ -183,8 +184,8 @@ class LiveBytes(TorchDispatchMode):
                 self.saved += known.size
                 self.saved_peak = max(self.saved_peak, self.saved)
             if tensor.grad_fn is not None:
-                # A node that holds its own output through a hook would hold itself: a graph that
-                # is run in part only would stay forever.
+                # If a node's hook referenced the node's own output, the cycle would keep a graph
+                # that is only partly run alive forever.
                 return tensor.detach()
         return tensor
 
@@ -200,10 +201,10 @@ def _storages(args: tuple[Any, ...]) -> set[int]:
 
 
 def _fake_number(tensor: torch.Tensor) -> float | bool:
-    """Return what a tensor without values answers to ``item()``: losses and norms are 1.0,
-    conditions False.
+    """Return the result of ``item()`` for a tensor without values: 1.0 for losses and norms, False
+    for conditions.
 
-    An integer could decide a shape, and a wrong shape a wrong plan: LookupError.
+    Raises LookupError for an integer, which could determine a shape and make the plan wrong.
     """
     if tensor.dtype == torch.bool:
         return False

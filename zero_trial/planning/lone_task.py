@@ -1,13 +1,13 @@
-"""What a trial gets that is built in this process, without ranks: its context and modules, and
-instead of ``zero_trial.initialize`` one that builds engines of rank 0 alone.
+"""The environment of a trial that is built in this process, without ranks: its context and modules,
+and a replacement of ``zero_trial.initialize`` that builds only rank 0's engines.
 
     check_initialize   an engine with real values on the CPU, for ``check``: the trial builds, loads
                        and evaluates with it
     TrialEngines       engines without values, for ``plan``: the trial's train_batch runs on the
                        plain models
 
-A pipeline is one engine of one stage that holds all layers, because the stages of a real one
-exchange tensors and the other ranks of a lone mesh send none.
+A pipeline is a single engine of one stage with all layers, because the stages of a real pipeline
+exchange tensors, but the other ranks are absent here.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ _BYTES = 24  # per parameter, of the states and the activations of a little work
 
 
 class _ValuelessEngine:
-    """The engine without values that a trial gets: where it should put its tensors is ``device``,
-    and while a plan runs its train_batch, calls go to the plain model (``traced``)."""
+    """The engine without values for a trial; the trial puts its tensors on ``device``. While a plan
+    runs the trial's train_batch, calls go to the plain model (``traced``)."""
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self.device = device
@@ -90,11 +90,11 @@ class _ValuelessEngine:
 
 
 def check_initialize(ranks: int, most_values: float = MOST_VALUES) -> Callable[..., tuple[Any, Any, Any, Any]]:
-    """Return what stands for ``zero_trial.initialize`` in a check of a run of ``ranks`` ranks.
+    """Return the replacement of ``zero_trial.initialize`` in a check of a run of ``ranks`` ranks.
 
     Its engines compute on the CPU, in the precision of ds_config. Collectives move nothing, so the
-    engine has the shards of all ranks: they are replicas to it. A model of more than
-    ``most_values`` parameters, or one that has no room here, gets no values at all.
+    engine holds the shards of all ranks, which it treats as replicas. A model of more than
+    ``most_values`` parameters, or one that does not fit here, gets no values.
     """
 
     def engine(model: nn.Module, settings: DsConfig, options: dict[str, Any], data: dict[str, Any]) -> Any:
@@ -105,7 +105,7 @@ def check_initialize(ranks: int, most_values: float = MOST_VALUES) -> Callable[.
 
 
 def _has_room(model: nn.Module, most: float) -> bool:
-    """Return whether the model can be trained here; an infinite ``most`` asks for it."""
+    """Return whether the model can be trained here; an infinite ``most`` forces it."""
     if most == math.inf:
         return True
     # a pipeline's layers may not be built yet
@@ -187,7 +187,7 @@ def _rank_0(
 
 
 def _with_own_files(settings: DsConfig) -> DsConfig:
-    """Return the settings with what goes to NVMe in temporary files of this process."""
+    """Return the settings with NVMe offload redirected to temporary files of this process."""
     zero, folder = settings.zero_optimization, (tempfile.gettempdir(),)
     for name in ("offload_optimizer", "offload_param"):
         place = getattr(zero, name)
@@ -250,8 +250,8 @@ class TrialEngines:
     def subject(
         self, train: Callable[[Any], Any] | None = None, batches: Sequence[Any] = (), *, whole_steps: bool = False
     ) -> Subject:
-        """Return what is planned; ``train(iterator)`` is one call of the trial's ``train_batch``: a
-        micro-batch, or a whole step. It gets the ``batches`` of the trial's loader in turn."""
+        """Return the planned models; ``train(iterator)`` is a call of the trial's ``train_batch``:
+        a micro-batch, or a whole step. It reads the ``batches`` of the trial's loader in order."""
 
         if train is None:
             return Subject(self.models)
@@ -295,11 +295,11 @@ class DryRunRequest:
 
 
 class LoneTask:
-    """What surrounds a trial that is built in this process: rank 0 of ranks that are not there.
+    """The task around a trial that is built in this process: rank 0 of ranks that do not exist.
 
     Attributes:
-        ranks: what the ranks would tell each other; each says what rank 0 says.
-        events: what the trial has emitted.
+        ranks: the exchange between ranks; every rank has rank 0's values.
+        events: the events that the trial has emitted.
     """
 
     def __init__(self, request: DryRunRequest, storage: Path) -> None:
@@ -342,8 +342,8 @@ def lone_task(request: DryRunRequest, initialize: EngineFactory, most_values: fl
     """Yield what a trial is built with; inside, its engines come from ``initialize``, and pipelines
     of at most ``most_values`` parameters have values.
 
-    What the trial prints goes to stderr. Afterwards its modules are forgotten and its files are
-    gone.
+    The trial's output goes to stderr. Afterwards its modules are unloaded and its files are
+    deleted.
     """
     with (
         tempfile.TemporaryDirectory(prefix="zero-trial-dry-run-") as folder,
@@ -366,7 +366,7 @@ class TrialCodeError(TrialError):
 
 
 def trial_code_error(error: BaseException, model_dir: Path, doing: str) -> ZeroTrialError:
-    """Return the error for what the user's code raised, with the last line of that code."""
+    """Return the error for an exception of the user's code, with the last line of that code."""
     if (known := known_fault(error)) is not None:
         return known
     root = model_dir.resolve()
@@ -385,7 +385,7 @@ def trial_code_error(error: BaseException, model_dir: Path, doing: str) -> ZeroT
 
 @contextlib.contextmanager
 def raised_by_trial(model_dir: Path, doing: str) -> Iterator[None]:
-    """Raise what the trial's code raises in the block as the error of that code."""
+    """Convert exceptions of the trial's code in the block into the error of that code."""
     try:
         yield
     except ZeroTrialError:
@@ -396,9 +396,9 @@ def raised_by_trial(model_dir: Path, doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _model_folder(folder: Path) -> Iterator[None]:
-    """Work in the model's folder, as ranks do, so that the trial finds its files.
+    """Run in the model's folder, as ranks do, so that the trial finds its files.
 
-    Afterwards, forget what was imported from it: the next one may have modules of the same names.
+    Afterwards, unload modules imported from it: the next trial may have modules of the same names.
     """
     path, before, working = list(sys.path), set(sys.modules), os.getcwd()
     os.chdir(folder)
@@ -418,11 +418,11 @@ def _model_folder(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PlannedMachine:
-    """What is planned for.
+    """The machine to plan for.
 
-    ``limit``: bytes of one rank, None if unknown. ``elsewhere``: the GPUs are not here, nor room
-    for the model. ``sharers``: ranks whose processes share the limit's memory with their tensors; 0
-    where it is of tensors.
+    ``limit``: bytes per rank, None if unknown. ``elsewhere``: this machine has neither the GPUs nor
+    room for the model. ``sharers``: number of ranks whose processes share the limit with their
+    tensors; 0 if the limit is for tensors only.
     """
 
     device: str
@@ -436,8 +436,8 @@ class PlannedMachine:
 def trial_planner(
     request: DryRunRequest, machine: PlannedMachine, stage: int | None = None
 ) -> Iterator[Planner | PipelinePlanner]:
-    """Yield the planner of an experiment's trial, which is built here as rank 0, for a machine that
-    is elsewhere without values. Raises what the trial raises."""
+    """Yield the planner of an experiment's trial, which is built here as rank 0, without values if
+    the machine is elsewhere. Raises what the trial raises."""
     ranks, device = request.slots, machine.device
     engines = TrialEngines(ranks, device)
     with lone_task(request, engines.initialize) as task:
@@ -468,7 +468,7 @@ def trial_planner(
 
 
 def this_machine(ranks_here: int, *, one_host: bool = True) -> PlannedMachine:
-    """Return the machine that we are on, with ``ranks_here`` ranks."""
+    """Return this machine, with ``ranks_here`` ranks."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     limit = rank_limit(torch.device(device), ranks_here)
     return PlannedMachine(device, limit, one_host, sharers=0 if device == "cuda" else ranks_here)

@@ -2,15 +2,15 @@
 
     states        outlives a step: parameters (low precision and fp32 masters), gradients, optimizer
                   state
-    activations   the most that autograd keeps for backward at one time, storages counted once,
+    activations   the maximum that autograd saves for backward at one time, storages counted once,
                   without parameters and the batch
-    temporary     the rest of the peak: gradients on their way, receive buffers, gathered
-                  parameters, workspace of operations, the batch
-    peak          the most tensor bytes that live at one time in a training step
-    snapshot      the copy from which a checkpoint is written in the background, where the rank
-                  computes on the CPU; 0 without one
+    temporary     the rest of the peak: gradients in flight, receive buffers, gathered parameters,
+                  workspace of operations, the batch
+    peak          the maximum tensor bytes that live at one time in a training step
+    snapshot      the copy from which a checkpoint is written in the background, if the rank
+                  computes on the CPU; otherwise 0
 
-Allocator caches and kernels' own workspace are no tensors and not in it. Where ranks compute on the
+Allocator caches and workspace of kernels are not tensors and not included. If ranks compute on the
 CPU and the limit is this machine's memory, ``processes`` are added: the interpreter and libraries.
 """
 
@@ -27,18 +27,18 @@ from zero_trial.util.memory import machine_memory
 from zero_trial.util.text import format_bytes, format_count, table
 
 ON_CPU = "fake tensors on the CPU"
-# Measured with torch 2.13 (docs/guide/offload.md). Beside what it has imported, a rank has
-# workspaces of kernels, holes in its heap and page tables; rank 0 loads sympy and torch's compiler
-# when it plans its first step on fake tensors.
+# Measured with torch 2.13 (docs/guide/offload.md). In addition to imported code, a rank has kernel
+# workspaces, holes in its heap and page tables; rank 0 loads sympy and torch's compiler when it
+# plans its first step on fake tensors.
 _COMMAND, _EACH_RANK, _COMPILER = 20 << 20, 32 << 20, 70 << 20
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Bytes on rank 0. ``activations`` and ``peak`` are None where no micro-batch was at hand.
+    """Bytes on rank 0. ``activations`` and ``peak`` are None if no micro-batch was available.
 
-    ``host`` and ``disk``: what a rank that computes on a GPU keeps at most in the host's memory
-    (copies for checkpoints, too), and on NVMe.
+    ``host`` and ``disk``: the maximum that a rank on a GPU keeps in host memory (including copies
+    for checkpoints), and on NVMe.
     """
 
     parameters: int
@@ -76,7 +76,7 @@ class Figures:
 
 
 class Plan:
-    """A plan of a model or a pipeline: bytes of the rank that needs most, and whether they fit."""
+    """A plan of a model or pipeline: bytes of the rank that needs most, and whether they fit."""
 
     processes: int  # what a rank's processes take in addition to tensors, where the limit is theirs, too
     who = "rank 0"
@@ -87,21 +87,21 @@ class Plan:
 
     @property
     def needs(self) -> int:
-        """Return what is compared with a limit."""
+        """Return the bytes to compare with a limit."""
         return self.most.total + self.processes
 
     def fits(self, limit: int | None) -> bool:
         return limit is None or self.needs <= limit
 
     def verdict(self, limit: int | None) -> str:
-        """Return the end of a plan's line: what processes take, the limit, and whether it fits."""
+        """Return the end of a plan's line: memory of processes, the limit, and whether it fits."""
         text = f", processes {format_bytes(self.processes)}" if self.processes else ""
         if limit is None:
             return text
         return f"{text} (limit {format_bytes(limit)})  {'fits' if self.fits(limit) else 'does not fit'}"
 
     def processes_row(self) -> list[str]:
-        """Return a table's row of what a rank's processes take; none where they do not count."""
+        """Return a table row with the memory of a rank's processes; none if it does not count."""
         size = f"  {'processes':<24}{format_bytes(self.processes):>12}"
         return [f"{size}  per rank, without its tensors: Python, torch, the command"] if self.processes else []
 
@@ -127,7 +127,7 @@ class MemoryPlan(Plan):
 
     @property
     def cells(self) -> dict[str, str]:
-        """Return what a comparison shows, by its heads."""
+        """Return the cells of a comparison, by column name."""
         figures = self.figures
         sizes = {"states": figures.states, "activations": figures.activations, "temporary": figures.temporary}
         return {name: format_bytes(size) for name, size in (sizes | {"peak": figures.peak}).items()}
@@ -200,7 +200,7 @@ class PipelinePlan(Plan):
     accumulation: int
     parameter_count: int
     price: str  # schedule and policy in a line
-    bubble: float = 0.0  # the part of a step in which a rank waits for others, all layers alike
+    bubble: float = 0.0  # fraction of a step in which a rank waits for others, if all layers are equal
     processes: int = 0  # what a rank's processes take beside tensors, where the limit is theirs, too
 
     @property
@@ -236,7 +236,7 @@ class PipelinePlan(Plan):
         return text + self.verdict(limit)
 
     def table(self, limit: int | None = None) -> str:
-        """Return a row per pipeline rank; below it the schedule and the policy with their price."""
+        """Return a row per pipeline rank, then the schedule and the policy with their cost."""
         rows = [["stage", "layers", "parameters", "in flight", "states", "activations", "peak", ""]]
         on_host = any(stage.figures.host >> 20 for stage in self.stages)
         rows[0][-1:] = ["host memory", ""] if on_host else [""]
@@ -283,7 +283,7 @@ class Candidate(Generic[P]):
 
 def rank_limit(device: torch.device, ranks_here: int) -> int | None:
     """Return bytes for one of ``ranks_here`` ranks: the whole GPU, or an equal part of this
-    machine's memory; None where it cannot be known."""
+    machine's memory; None if unknown."""
     if is_accelerator(device):
         return int(torch_module(device).mem_get_info(device)[1])
     machine = machine_memory()
@@ -291,7 +291,7 @@ def rank_limit(device: torch.device, ranks_here: int) -> int | None:
 
 
 def rank_processes(own: int, ranks_here: int, command: int = _COMMAND) -> int:
-    """Return the bytes of one of ``ranks_here`` ranks beside its tensors, on the CPU: its process,
+    """Return the bytes of one of ``ranks_here`` CPU ranks in addition to its tensors: its process,
     and an equal part of the command that starts the ranks. Pure.
 
     Args:
@@ -304,6 +304,6 @@ def rank_processes(own: int, ranks_here: int, command: int = _COMMAND) -> int:
 
 
 def own_process() -> int:
-    """Return the bytes of this process that the kernel cannot drop, as it can pages of files."""
+    """Return the bytes of this process that the kernel cannot drop, unlike pages of files."""
     found = psutil.Process().memory_info()
     return int(found.rss - getattr(found, "shared", 0))

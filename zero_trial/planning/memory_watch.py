@@ -8,9 +8,9 @@ compare the two.
 
 These are the first two steps of this process: a run that was resumed is measured again.
 
-Both count bytes of live tensors at their peak. Neither changes a number or a random state of the
+Both count bytes of live tensors at their peak. Neither changes a value or a random state of the
 run. A plan does not see a loss that is computed outside of the model: ``planning.planner.loss_in``
-takes one of the same size instead.
+uses a loss of the same size instead.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class MemoryWatch:
         self._handles: list[Any] = []
 
     def around(self, initialize: Factory) -> Factory:
-        """Return ``initialize`` that copies the first model before and watches its engine after."""
+        """Return an ``initialize`` that copies the first model, and then watches its engine."""
 
         def initialize_and_watch(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
             first = self._blueprint is None and self._engine is None
@@ -82,8 +82,8 @@ class MemoryWatch:
         return initialize_and_watch
 
     def summary(self) -> dict[str, Any]:
-        """Return bytes of live tensors, planned and measured, at the peak and between steps; what
-        is not known is left out."""
+        """Return known bytes of live tensors, planned and measured, at the peak and between
+        steps."""
         found: dict[str, Any] = {}
         if self.plan is not None:
             found["memory_planned_bytes"] = self.plan.figures.peak
@@ -108,7 +108,7 @@ class MemoryWatch:
         device = accelerator() or "cpu"
         try:
             self._blueprint = Blueprint(kwargs["model"], options, device)
-        except Exception as error:  # of the user's classes: the run goes on without a plan
+        except Exception as error:  # of the user's classes: the run continues without a plan
             self._give_up(str(error))
 
     def _watch(self, engine: Engine) -> None:

@@ -1,9 +1,9 @@
-"""One forward and backward pass of the plain model without values, and what tensors it holds
-between the moments at which an engine gathers, frees or reduces something.
+"""One forward and backward pass of the plain model without values, and the tensor memory between
+the moments at which an engine gathers, frees or reduces something.
 
-The pass has neither ranks nor sharding: parameters count nothing, and a gradient counts until its
-hook is called. So one trace serves every ZeRO stage: :func:`play` adds what the engine holds
-at each moment.
+The pass has neither ranks nor sharding: parameters do not count, and a gradient counts until its
+hook is called. So one trace is valid for every ZeRO stage: :func:`play` adds the memory of the
+engine at each moment.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class TracedEngine:
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
-            return  # computed again: its gradients follow at once
+            return  # recomputation: its gradients follow immediately
         self._note(At.AFTER, name=name)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
@@ -175,10 +175,10 @@ class TracedEngine:
 
 class _NoCopy(Copy):
     def __init__(self) -> None:
-        """Is over from the beginning."""
+        """Return True: the work is always complete."""
 
     def order(self) -> None:
-        """Wait for nothing."""
+        """Return immediately."""
 
 
 class PlannedInputs(HostInputs):
@@ -214,10 +214,10 @@ MOST_REAL = 1_000_000_000  # parameters of a model that is run with real numbers
 
 
 def without_ranks(device: torch.device, parameters: int, run: Callable[[bool, torch.device, str], Result]) -> Result:
-    """Return ``run(fake, place, how)``: without values, or with real numbers where the model reads
+    """Return ``run(fake, place, how)``: without values, or with real numbers if the model reads
     values.
 
-    torch's random state is left as it was. Raises TrialError with what the user's code raises.
+    Keeps torch's random state. Raises TrialError for exceptions of the user's code.
     """
     here = device.type != "cuda" or torch.cuda.is_available()
     faults: list[Exception] = []
@@ -240,7 +240,7 @@ def without_ranks(device: torch.device, parameters: int, run: Callable[[bool, to
 
 
 def trace(parts: Sequence[PlannedStates], train: Train, batches: Sequence[Any]) -> PassTrace:
-    """Run ``train`` once. Raises TrialError with what the user's code raises."""
+    """Run ``train`` once. Raises TrialError for exceptions of the user's code."""
 
     on_device = is_accelerator(parts[0].blueprint.device)
     on_host = on_device and any(part.settings.activation_checkpointing.cpu_checkpointing for part in parts)
@@ -271,7 +271,7 @@ def trace(parts: Sequence[PlannedStates], train: Train, batches: Sequence[Any]) 
 
 
 def without_values(value: Any, place: torch.device) -> Any:
-    """Return nested values with tensors of the same forms; what is one tensor stays one."""
+    """Return nested values with tensors of the same shapes; shared tensors stay shared."""
     memo: dict[int, torch.Tensor] = {}
 
     def like(leaf: Any) -> Any:
@@ -308,7 +308,7 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class _GpuAttention(TorchFunctionMode):
-    """Chooses the attention kernel that keeps no scores, as a GPU does (Dao et al. 2022)."""
+    """Selects the attention kernel that stores no scores, as a GPU does (Dao et al. 2022)."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -329,12 +329,12 @@ class _GpuAttention(TorchFunctionMode):
 #
 #     forward, reached   the block's parameters are gathered, and those of the next are prefetched
 #     left               the block's frozen parameters are freed
-#     gradient           the group's full gradients have memory from its first one on; when the last
-#                        has come, the group is reduced
-#     end                what is left is reduced, and reductions under way are waited for
-#     step               the optimizer updates this rank's shards; what always lives is gathered
+#     gradient           the group's full gradients are allocated at its first one; at the last one,
+#                        the group is reduced
+#     end                the remaining groups are reduced, after waiting for reductions in flight
+#     step               the optimizer updates this rank's shards; persistent ones are gathered
 #
-# The engine's own Unsharder decides what is gathered and freed when, over groups without memory.
+# The engine's own Unsharder decides when to gather and free, with groups without memory.
 
 STEPS = 2  # the second is measured: from then on the order of uses is known, and so what is prefetched
 _CASTS = 1 << 26  # elements whose gradients are cast at one time for an update
@@ -354,8 +354,8 @@ class _Held:
 
 
 class _PaperGroup:
-    """A group as the Unsharder sees it: it has sizes and no memory. A buffer is always free for
-    what is read from another home."""
+    """A group as the Unsharder sees it: with sizes but no memory. A buffer is always free for
+    offloaded values."""
 
     params = ()
 

@@ -115,10 +115,10 @@ class ParamGroup:
         self.counts = counts
         self.comm = comm
         always = plan.params is Lifetime.ALWAYS
-        # Values that are sent in every step are in a buffer that peers can read in place; memory
-        # that is freed is ordinary, and there is none before the first gather. First values that a
-        # file takes are in pages of their own, which go back to the system: holes in malloc's heap
-        # would not, and could become as large as the model.
+        # Parameters that always live are sent in every step, so they use a buffer that peers can
+        # read directly. Freed parameters use ordinary memory, allocated at the first gather. First
+        # values for a file use separate pages, which are returned to the system: holes in malloc's
+        # heap are not, and could become as large as the model.
         if always:
             self.full = comm.buffer(layout.numel, dtype, device)
         elif plan.home is Home.NVME and device.type == "cpu":

@@ -92,8 +92,8 @@ def retained(history: Sequence[Sequence[Any]], keep: Keep, smaller_is_better: bo
 
 @dataclass
 class _Save:
-    """A checkpoint whose engines may still be writing, or which may still be uploaded.
-    ``in_background``: training goes on beside the upload."""
+    """A checkpoint whose engines may still be writing, or which may still be uploading.
+    ``in_background``: training continues during the upload."""
 
     opened: OpenCheckpoint
     step: int
@@ -104,9 +104,8 @@ class _Save:
 class Checkpointer:
     """Saves and restores one trial on one rank.
 
-    Where an engine writes in the background (ds_config's ``checkpoint.writer.decoupled``) the
-    upload follows when it has done so, also in the background. No one hears of the checkpoint
-    before it is complete.
+    If an engine writes in the background (ds_config's ``checkpoint.writer.decoupled``), the upload
+    follows in the background, too. A checkpoint is reported only when it is complete.
     """
 
     def __init__(self, trial: ZeroTrial, context: ZeroTrialContext, callbacks: Mapping[str, TrialCallback]) -> None:
@@ -118,10 +117,10 @@ class Checkpointer:
     def save(
         self, state: TrialSnapshot, loader_state: Any, value: float | None, keep: Keep, smaller_is_better: bool
     ) -> None:
-        """Collective. Begin a checkpoint of ``state``; :meth:`poll` and :meth:`wait` tell when it
-        is complete. There must be none under way. After an error :meth:`abandon` must follow.
+        """Collective. Begin a checkpoint of ``state``; :meth:`poll` and :meth:`wait` report when it
+        is complete. No other may be in progress. After an error :meth:`abandon` must follow.
 
-        ``value``: the searcher's metric at this very step, if it was validated.
+        ``value``: the searcher's metric at this step, if it was validated.
         """
         context = self._context
         state.ranks = context.distributed.allgather(self._own_part(loader_state))
@@ -148,8 +147,8 @@ class Checkpointer:
         state.ranks = []
 
     def poll(self) -> str | None:
-        """Collective. Return the storage id of a checkpoint that is complete since the last call,
-        else None. Those that need not be kept are deleted only now."""
+        """Collective. Return the storage id of a checkpoint completed since the last call, else
+        None. Checkpoints that need not be kept are deleted only now."""
         save = self._under_way
         if save is None or self._engines_write():
             return None
@@ -173,8 +172,8 @@ class Checkpointer:
         return opened.storage_id
 
     def wait(self) -> str | None:
-        """Collective. Wait for the checkpoint under way and return its storage id, once; None
-        without one. Raises CheckpointError where it could not be written."""
+        """Collective. Wait for the checkpoint in progress and return its storage id, once; None
+        without one. Raises CheckpointError if it could not be written."""
         if self._under_way is not None:
             self._under_way.in_background = False
             for engine in self._context.engines:
@@ -183,14 +182,14 @@ class Checkpointer:
         return self.poll()
 
     def keep_at_end(self, state: TrialSnapshot, keep: Keep, smaller_is_better: bool) -> None:
-        """Delete what a complete trial need not keep, as a cluster does when its experiment ends,
-        but never the last checkpoint that there is. Local; rank 0 acts."""
+        """Delete the checkpoints that a complete trial need not keep, as a cluster does when its
+        experiment ends, but never the last remaining checkpoint. Local; rank 0 acts."""
         if self._context.distributed.rank == 0 and keep.at_end is not None:
             kept = retained(state.history, replace(keep, latest=keep.at_end), smaller_is_better) or state.history[-1:]
             self._context.platform.checkpoints.retain([entry[0] for entry in kept])
 
     def abandon(self) -> None:
-        """Give up a checkpoint under way: an error ends the run. Local."""
+        """Abandon a checkpoint in progress after an error that ends the run. Local."""
         save, self._under_way = self._under_way, None
         if save is not None:
             for engine in self._context.engines:  # before the folder that they write into is removed
@@ -202,7 +201,7 @@ class Checkpointer:
         return any(engine.checkpoint_under_way for engine in self._context.engines)
 
     def _write_state(self, path: Path, state: TrialSnapshot) -> None:
-        """Collective. Rank 0 writes; every rank raises CheckpointError where it cannot."""
+        """Collective. Rank 0 writes; every rank raises CheckpointError if the write fails."""
         fault = None
         if self._context.distributed.rank == 0:
             try:
@@ -218,7 +217,7 @@ class Checkpointer:
             )
 
     def _own_part(self, loader_state: Any) -> dict[str, Any]:
-        """Return the state of this rank alone.
+        """Return the state that belongs only to this rank.
 
         Raises TrialError for a part that is not JSON-able, before any rank waits for another.
         """
@@ -246,9 +245,9 @@ class Checkpointer:
 
     def load(self, path: Path, state: TrialSnapshot) -> None:
         """Collective. Load callbacks, reducers, then the engines, which restore the random state:
-        nothing may draw from it afterwards.
+        nothing may draw random numbers afterwards.
 
-        Of another trial's checkpoint only the weights are taken.
+        From another trial's checkpoint, only the weights are loaded.
         """
         for callback in self._callbacks.values():
             callback.on_checkpoint_load_start(asdict(state))

@@ -35,7 +35,7 @@ def not_a_scalar(metric: str, value: Any, where: str = "searcher.metric") -> Con
 
 @dataclass(frozen=True)
 class Score:
-    """The searcher's metric, by which checkpoints are compared; ``metric`` None: they are not."""
+    """The searcher's metric, which ranks checkpoints; ``metric`` None: they are not ranked."""
 
     metric: str | None
     smaller_is_better: bool = True
@@ -82,8 +82,8 @@ class StepRunner:
         """Run step number ``step`` (from 0).
 
         Returns its metrics, averaged over micro-batches (empty on ranks that do not report), and a
-        function that tells whether a loss scale skipped the step. Calling that may wait for the
-        device: call it only when it matters.
+        function that returns whether a loss scale skipped the step. The function may wait for the
+        device, so call it only if needed.
         """
         engines = self._context.engines
         where = f"rank {self._context.distributed.rank}, step {step + 1}"
@@ -164,8 +164,8 @@ class Controller:
         """Collective. Train to the end, or until the platform or the trial wants to stop; save in
         every case.
 
-        Raises InvalidHP (reported to the platform first), Diverged, and all that user code raises.
-        Nothing is saved then: the other ranks may be in the middle of a step.
+        Raises InvalidHP (reported to the platform first), Diverged, and all errors of user code.
+        Then nothing is saved, because the other ranks may be in the middle of a step.
         """
         failing = True
         try:
@@ -408,8 +408,8 @@ class TrainLoop:
         return bool(context.distributed.broadcast(self._score.is_better(value, best)))
 
     def _save(self) -> None:
-        """Collective. Save a checkpoint of the step that is complete now, unless there is one, or
-        begin to: see :class:`Checkpointer`. What only measures its speed has nothing to save."""
+        """Collective. Save a checkpoint of the current step, unless it exists, or begin to: see
+        :class:`Checkpointer`. A run that only measures its speed saves nothing."""
         state, settings = self._state, self._settings
         if self._saved_step == state.step or settings.measures_speed:
             return

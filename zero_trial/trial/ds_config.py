@@ -1,4 +1,4 @@
-"""Where a trial's ds_config comes from, and how its batch sizes meet the hyperparameters."""
+"""Where a trial's ds_config comes from, and how its batch sizes agree with the hyperparameters."""
 
 from __future__ import annotations
 
@@ -72,17 +72,17 @@ def trial_ds_config(given: Given | None, platform: Platform) -> Document:
             expected="config=..., data.ds_config or hyperparameters.ds_config",
             fix="Write data: {ds_config: ds_config.json} into the experiment's YAML.",
         )
-    # a trial that gives its own has laid over it what it wants
+    # a trial that passes its own ds_config has already applied its overrides
     return with_hyperparameters(_opened(base, platform.model_dir), hparams, own=given is not None)
 
 
 def source_line(source: Document, config: DsConfig, data: Mapping[str, Any] | None = None) -> str:
     """Return ``ds_config ds_configs/zero3.json 5d41402a: ZeRO-3, bf16``, read from ``source``.
 
-    ``data`` is that of an experiment that names its ds_config: `zero-trial run` puts the values in
-    the place of the file, and notes the name.
+    ``data`` is the section of an experiment that names its ds_config: `zero-trial run` replaces the
+    file name with the values, and records the name.
 
-    The number is the start of the SHA-256 of all values: two runs with the same one trained with
+    The number is the start of the SHA-256 of all values: two runs with equal numbers trained with
     the same ds_config.
     """
     values = json.dumps(resolved_ds_config(config), sort_keys=True, default=str)
@@ -94,10 +94,11 @@ def source_line(source: Document, config: DsConfig, data: Mapping[str, Any] | No
 
 
 def with_stages(config: Document, model: Any) -> Document:
-    """Return ``config`` with the number of pipeline stages that ``model`` fixes, where ds_config
-    does not set it.
+    """Return ``config`` with the number of pipeline stages of ``model`` if ds_config does not set
+    it.
 
-    Raises ConfigError where it says another number: the data-parallel ranks follow from it.
+    Raises ConfigError if ds_config sets a different number, which would change the number of
+    data-parallel ranks.
     """
     stages = getattr(model, "num_stages", None)
     if not isinstance(stages, int):
@@ -141,10 +142,10 @@ def reconcile_config(config: Document, platform: Platform) -> tuple[DsConfig, Re
     """Read ``config``, fill in "auto" and all three batch sizes, and return it with the table of
     how they agree.
 
-    An engine takes the result as it is: a ds_config is read once.
+    An engine uses the result unchanged: a ds_config is read only once.
 
     The hyperparameter ``global_batch_size`` is ``train_batch_size``; ``data_parallel_world_size``
-    must be what the ranks give. A contradiction is InvalidHP in a search (it goes on without this
+    must match the ranks. A contradiction raises InvalidHP in a search (which continues without this
     point), ConfigError otherwise.
     """
     search, world = is_search(platform), platform.distributed.size

@@ -38,8 +38,7 @@ Sums = dict[str, tuple[float, int]]  # name -> (sum over steps and ranks, number
 def training_metrics(returned: Any, where: str) -> dict[str, torch.Tensor]:
     """Return the metrics of ``train_batch`` as detached scalars by name; a bare tensor is the loss.
 
-    No value is read here, so a GPU is not waited for. Raises TrialError for anything but scalars
-    with names.
+    Reads no value, so it does not wait for a GPU. Raises TrialError for anything but named scalars.
     """
     if isinstance(returned, (torch.Tensor, float)):
         returned = {"loss": returned}
@@ -263,7 +262,7 @@ class FunctionReducer(MetricReducer):
 
 @dataclass(frozen=True)
 class Wrapped:
-    """A reducer with its name and when it is asked."""
+    """A reducer with its name, and whether it reduces training or validation metrics."""
 
     reducer: MetricReducer
     name: str | None
@@ -326,8 +325,8 @@ def speed_of(times: Sequence[float], warm_up: int) -> tuple[int, float]:
     seconds.
 
     Args:
-        times: when each step was complete; the first one's begin is not known.
-        warm_up: so many steps are left out, at least one.
+        times: when each step was complete; the start of the first step is unknown.
+        warm_up: number of steps to skip, at least one.
     """
     spans = [after - before for before, after in pairwise(times[max(warm_up, 1) - 1 :])]
     return len(spans), 1 / max(median(spans), 1e-9) if spans else 0.0

@@ -56,8 +56,8 @@ def build_summary(
     """Return the figures for summary.json, on rank 0: the run's, the validation metrics,
     ``ZeroTrial.summary()``, then ``more``.
 
-    Seconds and throughput are of the training part alone, of this start and of those before it:
-    without start-up, validation and saving.
+    Seconds and throughput cover only training, in this start and in earlier ones, without start-up,
+    validation and saving.
     """
     summary: dict[str, Any] = {
         "end": outcome.end.value,
@@ -103,10 +103,10 @@ STRAGGLER_STRETCHES = 2
 class StragglerWatch:
     """Finds a rank that all others wait for, by how long each rank is busy between two exchanges.
 
-    Ranks do the same work and meet in every step, so all take as long as the slowest; but the
-    slowest does not wait. Busy time is training time without waiting. A rank that is busy twice as
-    long as the others usually are, in two stretches of steps in a row, is named once. Waiting can
-    be measured where ranks wait on the host: on CPU, not on CUDA.
+    Ranks do the same work and synchronize in every step, so all take as long as the slowest, but
+    the slowest does not wait. Busy time is training time without waiting. A rank that is busy twice
+    as long as the others' median, in two consecutive stretches of steps, is reported once. Waiting
+    can only be measured if ranks wait on the host: on CPU, not on CUDA.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class StragglerWatch:
     def observe(self, step: int, busy: Sequence[float | None]) -> str | None:
         """Return a note about a straggler, if there is one.
 
-        The first call only begins the count: a first step is unlike the others.
+        The first call only starts the count, because a first step is unlike the others.
 
         Args:
             step: steps that are complete now.
@@ -183,8 +183,8 @@ class MetricReporter:
     """Collects this rank's training metrics step by step, exchanges them, and reports.
 
     Ranks exchange after the first step, then about once a second (rank 0 proposes the step, so that
-    all agree), and at every boundary. The moment of an exchange changes nothing in what is trained
-    or reported.
+    all agree), and at every boundary. When an exchange happens affects neither training nor
+    reports.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class MetricReporter:
         self._batches: list[dict[str, float]] = []  # this rank's values since the last report
 
     def start(self) -> None:
-        """Start counting: training begins, or goes on after validation and saving."""
+        """Start counting: training begins, or continues after validation and saving."""
         self.timer.start()
         self._waits.start()
 
@@ -227,15 +227,15 @@ class MetricReporter:
         self._waits.stop()
 
     def add(self, step: int, metrics: dict[str, torch.Tensor], overflowed: Overflowed) -> None:
-        """Step ``step`` (complete steps, from 1) gave ``metrics``; nothing is read from the device
-        here.
+        """Record the ``metrics`` of step ``step`` (complete steps, from 1). Does not read from the
+        device.
 
-        ``overflowed()`` is only asked about a loss that is not finite.
+        ``overflowed()`` is only called for a non-finite loss.
         """
         self._steps.append((step, overflowed, metrics))
 
     def exchange(self, step: int, last_checkpoint: str | None) -> bool:
-        """Collective. Join the ranks' metrics since the last exchange; return whether some rank
+        """Collective. Combine the ranks' metrics since the last exchange; return whether any rank
         wants to stop.
 
         Raises Diverged, naming ``last_checkpoint``, on every rank if any rank's loss was not finite
@@ -308,9 +308,9 @@ class MetricReporter:
         """Emit a ``train`` event, on rank 0.
 
         Args:
-            latest: averages over ranks and over the steps since the last event, whose number is a
-                matter of time.
-            own: rank 0's values at each of these steps, by which two runs are compared.
+            latest: averages over ranks and over the steps since the last event; the number of steps
+                depends on timing.
+            own: rank 0's values at each of these steps, for comparisons of runs.
         """
         steps = step - self._exchanged
         if self._context.distributed.rank != 0 or steps <= 0:

@@ -1,18 +1,18 @@
-"""Which samples a replica reads, and in what order: an endless, seekable stream of indices, dealt
-out batch by batch.
+"""Which samples a replica reads, and in what order: an endless, seekable stream of indices,
+distributed batch by batch.
 
 The order of operations is repeat, distribute, skip:
 
-    repeat      epoch 0's order, epoch 1's order, ... end to end: a function of (seed, epoch) alone
-    batch       consecutive samples, ``batch_size`` each; a batch may span the seam of two epochs,
-                so every batch is full
+    repeat      epoch 0's order, epoch 1's order, ... end to end: depends only on (seed, epoch)
+    batch       consecutive samples, ``batch_size`` each; a batch may span two epochs, so every
+                batch is full
     distribute  batch k goes to replica k mod N
-    skip        the first ``skip`` batches of this replica are jumped over by arithmetic; nothing is
+    skip        the first ``skip`` batches of this replica are skipped by arithmetic; nothing is
                 read
 
 Optimizer step s of a run with global batch size G therefore trains exactly the samples [s*G,
-(s+1)*G) of the stream, whatever the number of replicas, the micro batch and the accumulation are.
-Resuming, on the same ranks or on others, neither repeats nor skips a sample.
+(s+1)*G) of the stream, for any number of replicas, micro batch and accumulation. A resume, on the
+same or another number of ranks, neither repeats nor skips a sample.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Order = Sequence[int] | torch.Tensor
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """The order of each epoch's samples: that of the dataset; with ``seed`` a permutation per epoch
-    (8 bytes per sample) from a generator of its own, so that no other random state is read or
-    changed; or that of a user's ``sampler``, run through once per epoch, after ``set_epoch(epoch)``
-    if it has that method.
+    """The order of each epoch's samples: the dataset's order; with ``seed`` a permutation per epoch
+    (8 bytes per sample) from a separate generator, so that no other random state is read or
+    changed; or the order of a user's ``sampler``, iterated once per epoch, after
+    ``set_epoch(epoch)`` if it has that method.
 
-    A sampler's order must be a function of the epoch alone, the same on every rank. Otherwise ranks
-    read the same samples, and a resume is not exact.
+    A sampler's order must depend only on the epoch, and be the same on every rank. Otherwise ranks
+    may read the same samples, and a resume is not exact.
     """
 
     length: int
@@ -105,12 +105,11 @@ class TrainBatches:
 
 @dataclass(frozen=True)
 class ValidationBatches:
-    """This replica's batches of a single pass, for validation. Every replica has equally many, so
-    that none waits for another.
+    """This replica's batches of a single pass, for validation. Every replica has the same number of
+    batches, so that none waits for another.
 
-    What is left after the last round of full batches is split evenly into one smaller batch each;
-    only if there are fewer samples than replicas are they left out (``drop_last`` leaves them out
-    always).
+    The samples after the last round of full batches are split evenly into one smaller batch per
+    replica. If they are fewer than the replicas, they are skipped (with ``drop_last`` always).
     """
 
     order: EpochOrder
@@ -146,7 +145,7 @@ class ValidationBatches:
 
 @dataclass(frozen=True)
 class DealtBatches:
-    """A user's batch sampler, repeated or not, dealt out and skipped like the rest."""
+    """A user's batch sampler, repeated or not, with batches distributed and skipped as above."""
 
     batches: Iterable[list[int]]
     length: int

@@ -2,8 +2,8 @@
 counter, settings.
 
 Steps are optimizer steps, counted from the start of the trial and never from the start of a process
-or of an epoch; "after step s" means that s steps are complete. So a resumed run meets exactly the
-boundaries that an unbroken one meets.
+or of an epoch; "after step s" means that s steps are complete. So a resumed run has exactly the
+same boundaries as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -151,8 +151,9 @@ POLICIES = ("best", "all", "none")
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints of a trial stay: the best few by the searcher's metric and the latest few.
-    None keeps all. ``at_end``: how many of the latest a complete trial keeps; None: as many."""
+    """Which checkpoints of a trial are kept: the best few by the searcher's metric and the latest
+    few. None keeps all. ``at_end``: how many of the latest a complete trial keeps; None: no
+    change."""
 
     best: int | None = None
     latest: int | None = None
@@ -192,7 +193,7 @@ class TrainSettings:
 
 
 def run_length(experiment: Mapping[str, Any], global_batch_size: int | None) -> TrainUnit | None:
-    """Return how long a trial runs by its experiment config: ``searcher.max_length``, or
+    """Return a trial's length from its experiment config: ``searcher.max_length``, or
     adaptive_asha's ``max_time`` if its ``time_metric`` counts steps or epochs; else None."""
     searcher = experiment.get("searcher") or {}
     if searcher.get("max_length") is not None:
@@ -209,7 +210,7 @@ def settings_from_experiment(
     """Return the settings of an experiment config (plain data), with Determined's defaults.
     ``global_batch_size``: the engine's, for lengths in records.
 
-    Raises ConfigError when neither it nor ``max_length`` says how long the run is.
+    Raises ConfigError if neither the config nor ``max_length`` sets the length of the run.
     """
     searcher = experiment.get("searcher") or {}
     length = max_length if max_length is not None else run_length(experiment, global_batch_size)
@@ -237,8 +238,8 @@ def settings_from_experiment(
 
 
 def _keep(storage: Mapping[str, Any]) -> Keep:
-    """Return Determined's numbers, but at least two latest ones until the trial is complete: one
-    may turn out to be damaged. A run's only trial has the best ones of its experiment."""
+    """Return Determined's numbers, but keep at least the two latest until the trial is complete,
+    because one may be damaged. The only trial of a run keeps the best ones of its experiment."""
     best = max(int(storage.get("save_trial_best", 1)), int(storage.get("save_experiment_best", 0)))
     latest = int(storage.get("save_trial_latest", 1))
     return Keep(best=best, latest=max(latest, 2), at_end=latest)

@@ -1,7 +1,7 @@
-"""Validation: every rank's batches, then one set of metrics that all ranks hold.
+"""Validation: every rank's batches, then one set of metrics on all ranks.
 
-A rank with fewer batches than others evaluates its last one again, since the others may need it for
-their collectives (ZeRO stage 3, or the user's own); what it returns then does not count.
+A rank with fewer batches than others evaluates its last batch again, since the others may need it
+in their collectives (ZeRO stage 3, or the user's own); these results do not count.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 class Validator:
     """Validates one trial on one rank; the loader is built once.
 
-    ``most``: take at most so many batches, for a trial run.
+    ``most``: maximum number of batches, for a test run.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Validator:
             self._open()
 
     def stated_metrics(self) -> frozenset[str] | None:
-        """Return all metric names that validation can report, by the trial's source and the wrapped
-        reducers; None where they do not say."""
+        """Return all metric names that validation can report, from the trial's source and the
+        wrapped reducers; None if they cannot be determined."""
         names = reported_metrics(self._trial.evaluate_full_dataset if self._full else self._trial.evaluate_batch)
         reducers = [item.name for item in self._context.reducers.wrapped if item.for_validation]
         if names is None or None in reducers:
@@ -105,8 +105,8 @@ class Validator:
 
     @property
     def _repeats(self) -> bool:
-        """Whether ranks with fewer batches repeat their last one. Not where the trial's own
-        reducers, or ranks that read no data, would count repetitions."""
+        """Whether ranks with fewer batches repeat their last one. False if the trial's reducers, or
+        ranks that read no data, would count repetitions."""
         context = self._context
         counts_all = any(item.for_validation for item in context.reducers.wrapped)
         return not (counts_all or context.use_pipeline_parallel) and context.mpu.should_build_data_loader
@@ -229,11 +229,11 @@ class SpeedMeter:
 
 
 def reported_metrics(method: Callable[..., Any]) -> frozenset[str] | None:
-    """Return every name that a dict returned by ``method`` can hold; None where the source does
-    not name all of them.
+    """Return every key that a dict returned by ``method`` can have; None if the source does not
+    show all of them.
 
-    What is understood: dict displays and ``dict(name=...)``, joined by ``|`` or chosen by ``if``. A
-    name that is in the answer may still be missing in a call; one that is not in it is never there.
+    Understands dict displays and ``dict(name=...)``, joined by ``|`` or selected by ``if``. A call
+    may return fewer keys than listed, but never others.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
@@ -265,7 +265,7 @@ def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
 
 
 def _names(value: ast.expr) -> frozenset[str] | None:
-    """Return the keys of a dict; None where the source does not say them."""
+    """Return the keys of a dict; None if the source does not show them."""
     match value:
         case ast.Dict(keys=keys):
             names: list[object] = [key.value if isinstance(key, ast.Constant) else None for key in keys]
@@ -286,7 +286,7 @@ def _evaluates_averages(engine: Any) -> bool:
 
 
 def _then_the_last(batches: Iterator[Any], own: int) -> Iterator[Any]:
-    """Yield ``own`` batches, and the last of them without end."""
+    """Yield ``own`` batches, then repeat the last batch forever."""
     last: Any = None
     for last in islice(batches, own):
         yield last

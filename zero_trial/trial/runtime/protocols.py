@@ -1,9 +1,9 @@
-"""The narrow surface between a trial and what surrounds it: metrics, checkpoints, preemption,
-progress, the ranks.
+"""The interface between a trial and its platform: metrics, checkpoints, preemption, progress, the
+ranks.
 
-Each protocol is as small as the controller's need and no wider than what Determined's
-``core.Context`` can answer, so that a cluster, a folder on a laptop and a test in memory are three
-forms of the same thing. "Collective" means: every rank must call it, in the same order.
+Each protocol contains only what the controller needs and what Determined's ``core.Context``
+supports, so that a cluster, a folder on a laptop and an in-memory test all implement it.
+"Collective" means: every rank must call it, in the same order.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def alone(value: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Distributed:
-    """The ranks of one trial, exchanging small JSON-able values, never tensors, over ``exchange``,
-    which gives all ranks' values in order. Each method that exchanges is collective."""
+    """The ranks of one trial, which exchange small JSON-able values, never tensors, with
+    ``exchange``, which returns all ranks' values in order. Methods that exchange are collective."""
 
     rank: int = 0
     size: int = 1
@@ -57,7 +57,7 @@ class Distributed:
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value on every rank; the others' values are ignored."""
-        # Everyone sends something: a second primitive would save a few bytes and cost a second
+        # All ranks send a value: a second primitive would save a few bytes but add another
         # contract.
         return self.exchange(value if self.rank == 0 else None)[0]
 

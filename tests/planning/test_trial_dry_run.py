@@ -109,7 +109,7 @@ MISTAKES = [
     (TRAINS, TRAINS.replace("))", ")[:, :3])"), "error: model_def.py:19: train_batch raised RuntimeError: mat1 and mat2 shapes"),
     ("[torch.ones(4)] * 40", "['text'] * 40", "error: model_def.py:19: train_batch raised "),
     ("[torch.ones(4)] * 40", "[None] * 40", "error: reading a batch of build_training_data_loader raised TypeError"),
-    (TRAINS, TRAINS.replace("next(dataloader_iter)", "torch.ones(4, 4)"), "warn: rank 0, step 1: train_batch took no batch from its"),
+    (TRAINS, TRAINS.replace("next(dataloader_iter)", "torch.ones(4, 4)"), "warn: rank 0, step 1: epochs, records and progress count 1 "),
     ("self.engine.step()", "pass", "error: rank 0, step 1: train_batch did not train"),
     ("return loss", "return self.engine.module.weight", "error: rank 0, step 1: train_batch returned a loss that is not a scalar"),
     (EVALUATES, EVALUATES.replace("))", ").long())"), "error: model_def.py:25: evaluation raised RuntimeError: "),

@@ -45,7 +45,6 @@ from zero_trial.checkpoint.writer import (
     commit,
     fault_text,
     rank_file,
-    require_folder,
     write_file,
 )
 from zero_trial.device import is_accelerator, torch_module
@@ -254,7 +253,8 @@ class _BackgroundSave:
         path = self.folder / _report_name(rank)
         while not path.is_file():
             self._require_going_on()
-            require_folder(self.folder)
+            if not self.folder.is_dir():
+                raise CheckpointError("the folder is gone", where=str(self.folder))
             ended = not threading.main_thread().is_alive()
             if ended and time.time() - _last_change(self.folder) > _PATIENCE_SECONDS:
                 raise CheckpointError("a rank did not finish its part", where=str(path), got=f"rank {rank}")

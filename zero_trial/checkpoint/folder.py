@@ -7,10 +7,7 @@ There is no pointer file, so none that a crash could tear.
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -81,31 +78,6 @@ def checkpoint_folder(directory: str | Path, tag: str) -> Path:
         return known[tag]
     tags = ", ".join(sorted(known)) or "none"
     raise CheckpointError("no such checkpoint", where=str(directory), got=repr(tag), expected=f"one of: {tags}")
-
-
-_PROCESS = uuid.uuid4().hex[:8]  # processes of two containers may have the same number
-
-
-def this_run() -> str:
-    """Name this process, whose name is in the ``world`` of the manifests that it writes."""
-    return f"process {os.getpid()} on {socket.gethostname()} ({_PROCESS})"
-
-
-def other_runs(directory: Path, since: float) -> list[tuple[str, Path]]:
-    """List (run, folder) of the checkpoints that other runs have saved in ``directory`` after
-    ``since`` (seconds since the epoch); of Trainer's also those next to it."""
-    found = []
-    beside = OF_TRAINER.fullmatch(directory.name)
-    for path in (
-        directory.parent.glob(f"checkpoint-*/*/{MANIFEST_NAME}") if beside else directory.glob(f"*/{MANIFEST_NAME}")
-    ):
-        try:
-            run = read_manifest(path.parent).world.get("run") if path.stat().st_mtime > since else None
-        except (CheckpointError, OSError):  # it is being replaced
-            continue
-        if run not in (None, this_run()):
-            found.append((str(run), path.parent))
-    return found
 
 
 def _candidates(directory: Path) -> list[tuple[str, Path]]:

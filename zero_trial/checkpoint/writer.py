@@ -191,7 +191,9 @@ def commit(
 ) -> str:
     """Take steps 3 and 4, on rank 0. A fault removes the temporary folder and nothing else."""
     try:
-        require_folder(folder)
+        if not folder.is_dir():
+            what = "the folder is gone: another run has removed it, or saves under the same tag"
+            raise CheckpointError(what, where=str(folder), fix="Give each run its own folder.")
         manifest = merge(reports, step, state, world, final)
         for name, record in manifest.files.items():
             found = (folder / name).stat().st_size if (folder / name).is_file() else None
@@ -209,16 +211,6 @@ def commit(
         disk.remove_folder(folder)
         raise
     return str(final)
-
-
-def require_folder(folder: Path) -> None:
-    """Raise CheckpointError where the temporary folder of a save under way is gone."""
-    if not folder.is_dir():
-        raise CheckpointError(
-            "the folder is gone: another run has removed it, or saves under the same tag",
-            where=str(folder),
-            fix="Give each run its own folder, and let no program remove files of a save under way.",
-        )
 
 
 def write_manifest(folder: Path, manifest: Manifest, disk: DurableFiles) -> None:

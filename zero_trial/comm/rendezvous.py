@@ -46,7 +46,7 @@ log = logging.getLogger("zero_trial")
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 _LONG_WAIT_SECONDS = 10.0  # for other ranks, before a line says so
-_DIAGNOSIS_SECONDS = 60.0  # after it, between lines that say what is known of the cause
+_LINES_SECONDS = 60.0  # between further lines
 
 T = TypeVar("T")
 
@@ -319,53 +319,46 @@ LINGER_SECONDS = 1.0
 
 
 def arrive(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
-    """Sign in at ``method``, and return the store once all ranks have. A long wait is logged, and
-    each minute what is known of its cause: a rank may be late because it prepares data.
+    """Sign in at ``method``, and return the store once all ranks have. Long waits are logged.
 
     Raises MeshError that names those that have not within ``limit``.
 
     Collective. Rank 0 alone waits for every rank's key, and the others for rank 0's word that all
     are there: the store serves N ranks with N keys, not N².
     """
-    done, opened = threading.Event(), list[Any]()
-    waiting = threading.Thread(target=_announce, args=(method, env, limit, done, opened), daemon=True)
-    waiting.start()
+    done, opened, place = threading.Event(), list[Any](), own_store_address(method)
+
+    def announce() -> None:
+        waited, pause = 0.0, _LONG_WAIT_SECONDS
+        while not done.wait(pause):
+            waited, pause = waited + pause, _LINES_SECONDS
+            late = names(missing_ranks(opened[0], env.world_size)) if opened and env.rank == 0 else ""
+            where = (not opened and place and _unreachable(*place)) or (f"{place[0]}:{place[1]}" if place else method)
+            text = f"rank {env.rank} of {env.world_size} has waited %.0f s of %.0f (comm_timeout_seconds) for %s at %s"
+            log.warning(text, waited, limit.total_seconds(), late or "the other ranks", where)
+
+    threading.Thread(target=announce, daemon=True).start()
     try:
         return _arrive(method, env, limit, opened)
     finally:
         done.set()
 
 
-def _announce(
-    method: str, env: RankEnv, limit: datetime.timedelta, done: threading.Event, opened: Sequence[Any]
-) -> None:
-    """Log that this rank waits until ``done``. ``opened``: holds the store once it is open."""
-    place, waited = own_store_address(method), _LONG_WAIT_SECONDS
-    if not done.wait(waited):
-        where = f"{place[0]}:{place[1]}" if place else method
-        log.warning("rank %d of %d waits for the other ranks at %s", env.rank, env.world_size, where)
-    while not done.wait(_DIAGNOSIS_SECONDS):
-        waited += _DIAGNOSIS_SECONDS
-        if opened and env.rank != 0:  # rank 0 asks the store, and not each of them
-            continue
-        missing = missing_ranks(opened[0], env.world_size) if opened else []
-        error = rendezvous_error(env, RuntimeError("the store is not open"), missing, None if opened else place)
-        log.warning("after %.0f s of %.0f (comm_timeout_seconds): %s", waited, limit.total_seconds(), error)
-
-
 def _arrive(method: str, env: RankEnv, limit: datetime.timedelta, opened: list[Any]) -> Any:
     try:
         store = open_store(method, env, limit)
     except (RuntimeError, ValueError) as error:
-        raise rendezvous_error(env, error, [], own_store_address(method)) from error
+        place = own_store_address(method)
+        raise rendezvous_error(env, error, [0] if env.rank and place else [], place and _unreachable(*place)) from error
     try:
         opened.append(store)
         store.set(f"{KEY}{env.rank}", "1")
         if env.rank == 0:
-            _wait_for(store, [f"{KEY}{rank}" for rank in range(env.world_size)], env.world_size, limit)
+            keys = [f"{KEY}{rank}" for rank in range(env.world_size)]
+            _wait_for(lambda: store.check(keys), env.world_size, limit)
             store.set(f"{KEY}all", "1")
         else:
-            _wait_for(store, [f"{KEY}all"], env.world_size, limit)
+            _wait_for(lambda: store.check([f"{KEY}all"]), env.world_size, limit)
     except RuntimeError as error:
         missing = missing_ranks(store, env.world_size)
         if env.rank == 0:
@@ -374,14 +367,14 @@ def _arrive(method: str, env: RankEnv, limit: datetime.timedelta, opened: list[A
     return store
 
 
-def _wait_for(store: Any, keys: list[str], world_size: int, limit: datetime.timedelta) -> None:
-    """Return when ``keys`` are there. Raises RuntimeError after ``limit``.
+def _wait_for(ready: Callable[[], Any], world_size: int, limit: datetime.timedelta) -> None:
+    """Return when ``ready`` returns True. Raises RuntimeError after ``limit``.
 
     Asks again and again, because a wait in the store that times out prints lines of the library's
     own, and cannot be interrupted.
     """
     deadline, nap = time.monotonic() + limit.total_seconds(), 0.002
-    while not store.check(keys):
+    while not ready():
         if time.monotonic() >= deadline:
             raise RuntimeError(f"waited {limit.total_seconds():g} s")
         time.sleep(nap)
@@ -400,12 +393,8 @@ def open_store(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
         store, _, _ = next(rendezvous(method, env.rank, env.world_size, timeout=limit))
         return store
     host, port = address
-    # torch's own client waits twice as long, and prints a stack for each try
-    deadline = time.monotonic() + limit.total_seconds()
-    while env.rank != 0 and _unreachable(host, port) is not None:
-        if time.monotonic() >= deadline:
-            raise RuntimeError(f"waited {limit.total_seconds():g} s")
-        time.sleep(0.1)
+    if env.rank != 0:  # torch's own client waits twice as long, and prints a stack for each try
+        _wait_for(lambda: _unreachable(host, port) is None, env.world_size, limit)
     return TCPStore(
         host, port, env.world_size, env.rank == 0, limit, wait_for_workers=False, multi_tenant=True, use_libuv=True
     )
@@ -419,19 +408,14 @@ def missing_ranks(store: Any, world_size: int) -> list[int]:
         return []
 
 
-def rendezvous_error(
-    env: RankEnv, error: Exception, missing: list[int], place: tuple[str, int] | None = None
-) -> MeshError:
-    """Return the MeshError of a rank that has not found the others. ``place``: where rank 0 keeps
-    the store, if this rank could not open it."""
-    if place is not None and env.rank != 0:
-        missing = [0]
+def rendezvous_error(env: RankEnv, error: Exception, missing: list[int], got: str | None = None) -> MeshError:
+    """Return the MeshError of a rank that has not found the others."""
     absent = names(missing)
     alone = "RANK" in os.environ and "LOCAL_RANK" not in os.environ  # no launcher has set it
     return MeshError(
         f"the ranks did not find each other: {f'{absent} never arrived' if missing else printable(error)}",
         where=f"rank {env.rank} of {env.world_size}, init_distributed",
-        got=_unreachable(*place) if place is not None else None,
+        got=got,
         fix=f"Check that {absent or 'every rank'} was started, and that MASTER_ADDR and MASTER_PORT are reachable from its host."
         + (" To train on one process, unset RANK and WORLD_SIZE." if alone else ""),
     )

@@ -234,16 +234,14 @@ class Engine(EngineAccessors):
             self._background.poll()
 
     def _warn_of_missing_steps(self) -> None:
-        """Log once, before the first step, that there are too few calls of :meth:`step`, unless the
-        caller decides what a step accumulates. A micro-batch may have a few losses (a GAN's)."""
+        """Log once that there are too few calls of :meth:`step`, if the engine counts them."""
         if not self._managed or self._boundary is not None or self.optimizer is None:
             return
         self._passes.hints = False
         if self.mesh.rank == 0:
             log.warning(
-                "%d backward passes, and engine.step() was called %d times: weights change after %d calls (gradient_accumulation_steps). "
-                "Call it after the backward pass of each micro-batch, or set managed_gradient_accumulation: false and call it where "
-                "weights are to change. If these passes are the losses of one micro-batch, this is no mistake",
+                "%d backward passes, and engine.step() was called %d times: weights change after %d calls (gradient_accumulation_steps). Call "
+                "it after each micro-batch, or set managed_gradient_accumulation: false. Several losses per micro-batch are no mistake",
                 *(self._passes.total, self.micro_steps, self._batch.accumulation),
             )
 

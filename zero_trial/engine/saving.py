@@ -15,17 +15,21 @@ first three are below ``part<i>of<n>/``, and are read only by as many parts.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import time
+import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from zero_trial.checkpoint.background import BackgroundSaver
-from zero_trial.checkpoint.folder import other_runs, this_run
-from zero_trial.checkpoint.format import Slice, dtype_name
+from zero_trial.checkpoint.folder import OF_TRAINER
+from zero_trial.checkpoint.format import MANIFEST_NAME, Slice, dtype_name
+from zero_trial.checkpoint.range_reader import read_manifest
 from zero_trial.checkpoint.state_tree import capture_rng, encode_state
 from zero_trial.checkpoint.writer import save_checkpoint
 from zero_trial.comm import AxisComm, fail_together
@@ -41,6 +45,7 @@ from zero_trial.sharding.whole_tensors import opt_group_of
 
 log = logging.getLogger("zero_trial")
 
+_ID = uuid.uuid4().hex[:8]  # processes of two containers may have the same number
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -282,16 +287,25 @@ def _save(
     background.save(directory, tag, at_call, later=in_order, on_disk=on_disk, **facts)
 
 
+def this_run() -> str:
+    """Name this process in the manifests that it writes."""
+    return f"process {os.getpid()} on {socket.gethostname()} ({_ID})"
+
+
 def _warn_of_other_runs(engine: EngineAccessors, directory: Path) -> None:
     """Log who else has saved into ``directory`` since this engine was built or has saved. A warning
     only: a run that was preempted may write its last checkpoint while the next one has begun."""
     since, engine.looked_for_runs = engine.looked_for_runs, time.time()
-    for run, folder in other_runs(directory, since):
-        log.warning(
-            "%s was saved by another run (%s) while this one (%s) trains. Two runs in one folder replace each other's checkpoints: "
-            "end one of them, or give each its own folder",
-            *(folder, run, this_run()),
-        )
+    of_trainer = OF_TRAINER.fullmatch(directory.name)
+    for folder in directory.parent.glob("checkpoint-*/*") if of_trainer else directory.glob("*"):
+        with suppress(CheckpointError, OSError):  # no checkpoint, or it is being replaced
+            new = (folder / MANIFEST_NAME).stat().st_mtime > since
+            if new and (run := read_manifest(folder).world.get("run", this_run())) != this_run():
+                log.warning(
+                    "%s was saved by another run (%s) while this one (%s) trains: they replace each other's checkpoints. "
+                    "End one of them, or give each its own folder",
+                    *(folder, run, this_run()),
+                )
 
 
 def _warn_of_own_rates(engine: EngineAccessors) -> None:

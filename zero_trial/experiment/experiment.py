@@ -249,20 +249,21 @@ def examine_experiment(
     return ExaminedExperiment(config, (*stopping, *values.faults), tuple(others), tuple(examined.warnings))
 
 
-_READ_HYPERPARAMETERS = (
-    *("global_batch_size", "data_parallel_world_size", "ds_config", "deepspeed_config", "overwrite_deepspeed_args"),
-    TRAINER,
-)
-
-
 def _misspelled_hyperparameters(document: Document) -> Iterator[str]:
     """Yield a warning for each hyperparameter, a free name, that is a letter or two away from a
     name that the context reads and that is not given."""
-    given = document.value.get("hyperparameters")
-    names = [name for name in given if isinstance(name, str)] if isinstance(given, Mapping) else []
-    missing = [name for name in _READ_HYPERPARAMETERS if name not in names]
-    for name in names:
-        if name not in _READ_HYPERPARAMETERS and (near := did_you_mean(name, missing, 0.88)):
+    named = document.value.get("hyperparameters")
+    given = named if isinstance(named, Mapping) else {}
+    names = (
+        "global_batch_size",
+        "data_parallel_world_size",
+        "ds_config",
+        "deepspeed_config",
+        "overwrite_deepspeed_args",
+    )
+    missing = {*names, TRAINER} - {*given}
+    for name in given:
+        if near := did_you_mean(str(name), missing, 0.88):
             where = document.at(("hyperparameters", name)).where(f"hyperparameters.{name}")
             yield f"{where}: only the trial's own code reads this name. {near}"
 

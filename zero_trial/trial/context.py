@@ -156,12 +156,9 @@ class ZeroTrialContext:
 
     def get_hparam(self, name: str) -> Any:
         if name not in self._hparams:
-            raise ConfigError(
-                "no such hyperparameter",
-                where=f"hyperparameters.{name}",
-                expected=f"one of {sorted(self._hparams)}",
-                fix=did_you_mean(name, self._hparams),
-            )
+            where, known = f"hyperparameters.{name}", f"one of {sorted(self._hparams)}"
+            fix = did_you_mean(name, self._hparams)
+            raise ConfigError("no such hyperparameter", where=where, expected=known, fix=fix)
         return self._hparams[name]
 
     def get_experiment_config(self) -> dict[str, Any]:

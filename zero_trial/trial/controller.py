@@ -76,7 +76,6 @@ class StepRunner:
         self._context = context
         self._feed = feed
         self._calls = calls_per_step(context)
-        self._compared = feed is None  # what a step trains and reads with what it counts as
 
     def run(self, step: int, epoch: int) -> tuple[dict[str, torch.Tensor], Overflowed]:
         """Run step number ``step`` (from 0).
@@ -109,8 +108,8 @@ class StepRunner:
                 where=where,
                 fix="Call engine.backward(loss) and engine.step() for every micro-batch.",
             )
-        if not self._compared and self._feed is not None:
-            self._compare_reads(max(moved), self._feed.taken - taken, where)
+        if self._feed is not None and not any(before):  # after the first step
+            self._note_reads(max(moved), self._feed.taken - taken, where)
         for index, engine in enumerate(engines):
             accumulation = engine.gradient_accumulation_steps()
             if engine.micro_steps % accumulation:
@@ -122,23 +121,17 @@ class StepRunner:
                     fix="Call engine.step() once per call of train_batch; after disable_auto_grad_accumulation(), once per micro-batch.",
                 )
 
-    def _compare_reads(self, trained: int, taken: int, where: str) -> None:
-        """Note, after the first step, that epochs, records and progress count other data than
-        ``train_batch`` has ``taken``. A trial may have data of its own, or read ahead."""
-        self._compared = True
-        counted = self._context.get_num_micro_batches_per_slot()
+    def _note_reads(self, trained: int, taken: int, where: str) -> None:
+        """Note where epochs, records and progress count other data than the first step has read. A
+        trial may have data of its own, or read ahead."""
+        counted, found = self._context.get_num_micro_batches_per_slot(), ""
         if not taken:
-            text, fix = "took no batch from its iterator", "read each micro-batch with next(dataloader_iter)"
+            found = "took no batch from its iterator: read each with next(dataloader_iter)"
         elif trained > counted < taken:
-            text, fix = (
-                f"trained {trained} micro-batches",
-                "train one per call, or call disable_auto_grad_accumulation()",
-            )
-        else:
-            return
-        self._context.note(
-            f"{where}: train_batch {text}, and epochs, records and progress count {counted} per step: {fix}"
-        )
+            found = f"trained {trained} of them: train one per call, or call disable_auto_grad_accumulation()"
+        if found:
+            counts = f"epochs, records and progress count {counted} micro-batches per step"
+            self._context.note(f"{where}: {counts}, and train_batch {found}")
 
 
 def calls_per_step(context: ZeroTrialContext) -> int:

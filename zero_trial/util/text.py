@@ -146,8 +146,7 @@ def format_metric(value: object) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return ``Did you mean weight_decay?`` for the nearest of ``known``; None if none is near
-    (difflib's ratio is below ``cutoff``)."""
+    """Return ``Did you mean weight_decay?`` for the nearest of ``known``; None if none is near."""
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return f"Did you mean {by_lower[close[0]]}?" if close else None

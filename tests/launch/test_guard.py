@@ -60,6 +60,21 @@ def test_an_import_of_deepspeed_names_the_option(tmp_path: Path):
     assert "No module named 'deepspeed' (program.py" in error.message and "launch --as-deepspeed" in error.message
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("import torch.distributed as dist; dist.get_rank()", "Call zero_trial.init_distributed() before it"),
+        ("import torch; torch._C._cuda_setDevice(0)", "Here torch has no GPU"),
+        ("raise AssertionError('Torch not compiled with CUDA enabled')", "put batches on engine.device"),
+        ("raise AssertionError('mine')", "raise AssertionError('mine'))"),
+    ],
+)
+def test_a_script_for_gpus_and_groups_is_told_what_to_do(call: str, words: str, tmp_path: Path):
+    assert guarded(tmp_path, write_program(tmp_path, call)).returncode == 1
+    (error,) = read_errors(tmp_path)
+    assert error.message.rstrip(".").endswith(words) or words in error.message.rpartition("). ")[2]
+
+
 def test_a_file_that_hides_a_package_is_named(tmp_path: Path):
     hiding = write_program(tmp_path, "x = 1\n", "hidden_one.py")
     assert guarded(tmp_path, write_program(tmp_path, "import hidden_one\nimport hidden_one.part\n")).returncode == 1

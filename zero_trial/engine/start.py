@@ -151,15 +151,10 @@ def initialize(
 
 def read_settings(args: Any, model: nn.Module | None, config: Any, config_params: Any) -> tuple[nn.Module, DsConfig]:
     """Return the model and ds_config among :func:`initialize`'s arguments. Raises ConfigError."""
-    if model is None:
+    if model is None or isinstance(args, nn.Module):
+        fix = "Name the arguments: initialize(model=..., config=...). The first one is args, as in DeepSpeed."
         raise ConfigError(
-            "initialize() needs a model", where="initialize(model)", got=None, expected="a torch.nn.Module"
-        )
-    if isinstance(args, nn.Module):
-        raise ConfigError(
-            f"the first argument is args, as in DeepSpeed: got a {type(args).__name__}",
-            where="initialize(args)",
-            fix="Name the arguments: initialize(model=..., config=...).",
+            "initialize() needs a model", where="initialize(model)", expected="a torch.nn.Module", fix=fix
         )
     names = ("deepspeed_config", "zero_trial_config", "deepscale_config")  # the last is DeepSpeed's first name
     by_args = next(filter(None, (getattr(args, name, None) for name in names)), None)

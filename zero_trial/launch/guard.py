@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import runpy
 import sys
 import time
@@ -101,16 +102,25 @@ def _run_rank(run_dir: Path, rank: int, options: argparse.Namespace) -> int:
         if (known := known_fault(error)) is not None:
             return _failed(run_dir, rank, known, str(known), known.exit_code)
         said = error_in_worker(error) or with_user_line(f"{type(error).__name__}: {error}", error)
-        if (
-            isinstance(error, ImportError)
-            and "deepspeed" in str(error).lower()
-            and not os.environ.get("ZERO_TRIAL_AS_DEEPSPEED")
-        ):
-            said += ". With zero-trial launch --as-deepspeed, import deepspeed means zero_trial."
-        if isinstance(error, ModuleNotFoundError) and "is not a package" in str(error):
-            hiding = getattr(sys.modules.get((error.name or "").rpartition(".")[0]), "__file__", "a file of yours")
-            said += f". {hiding} hides the package of that name: rename it."
+        said += _hint(error, str(error))
         return _failed(run_dir, rank, error, said, 1)
+
+
+_HINTS = {
+    "_cuda_setDevice|not compiled with CUDA|NCCL built in": ". Here torch has no GPU: leave out calls of torch.cuda, "
+    "put batches on engine.device, and name no backend",
+    "process group has not been initialized": ". Call zero_trial.init_distributed() before it",
+}
+
+
+def _hint(error: Exception, text: str) -> str:
+    """Return what to do about an error that torch or Python raises in scripts; "" if unknown."""
+    if isinstance(error, ImportError) and "deepspeed" in text.lower() and not os.environ.get("ZERO_TRIAL_AS_DEEPSPEED"):
+        return ". With zero-trial launch --as-deepspeed, import deepspeed means zero_trial."
+    if isinstance(error, ModuleNotFoundError) and "is not a package" in text:
+        hiding = getattr(sys.modules.get((error.name or "").rpartition(".")[0]), "__file__", "a file of yours")
+        return f". {hiding} hides the package of that name: rename it."
+    return next((hint for words, hint in _HINTS.items() if re.search(words, text)), "")
 
 
 def _failed(run_dir: Path, rank: int, error: BaseException, message: str, code: int) -> int:

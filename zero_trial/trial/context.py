@@ -138,9 +138,8 @@ class ZeroTrialContext:
     if not TYPE_CHECKING:  # every attribute would have a type otherwise
 
         def __getattr__(self, name: str) -> Any:
-            fix = _OF_PYTORCH_TRIAL.get(name)
-            of_determined = f" (PyTorchTrialContext has it). Use {fix}" if fix else ""
-            raise AttributeError(f"ZeroTrialContext has no {name!r}{of_determined}")
+            fix = f" (PyTorchTrialContext has it). Use {_OF_PYTORCH_TRIAL[name]}" if name in _OF_PYTORCH_TRIAL else ""
+            raise AttributeError(f"ZeroTrialContext has no {name!r}{fix}")
 
     # The experiment
 

@@ -167,7 +167,7 @@ REFUSALS: list[tuple[type[ZeroTrialError], Callable[[], Any], tuple[str, ...]]] 
     (DataError, lambda: engine(training_data=DataLoader([torch.ones(3)] * 8)), ("a DataLoader", "Give loader.dataset")),
     (TrialError, lambda: torch.save(engine(), io.BytesIO()), ("cannot be pickled", "engine.save_checkpoint")),
     (TrialError, lambda: copy.deepcopy(engine()), ("cannot be pickled or copied",)),
-    (TrialError, with_grad_scaler, ("engine.step() instead", "GradScaler out")),
+    (TrialError, with_grad_scaler, ("engine.step() instead", "and a GradScaler")),
     (TrialError, lambda: engine().load_checkpoint("x", custom_load_fn=print), ("custom_load_fn", "GatheredParameters")),
     (TrialError, batch_size_in_a_step, ("between steps",)),
     (ConfigError, lambda: engine(model=Complex()), ("phase: a complex parameter", "view_as_real")),

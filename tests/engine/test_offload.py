@@ -177,7 +177,7 @@ def no_folder_on_one_rank(folder: str) -> str:
 
 def test_a_folder_that_one_rank_lacks_stops_all(ranks: Pools, tmp_path: Path) -> None:
     first, second = ranks(2).run(no_folder_on_one_rank, str(tmp_path))
-    assert second.startswith("ConfigError: zero_optimization.offload_optimizer.nvme_path: there is no such folder")
+    assert second.startswith("ConfigError: zero_optimization.offload_optimizer.nvme_path: the folder does not exist")
     assert first.startswith(
         "StorageError: file for optimizer state: another rank could not allocate space for offloaded state: got rank 1: zero_opt"
     )

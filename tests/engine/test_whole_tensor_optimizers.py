@@ -284,7 +284,7 @@ def accessed(zero_stage: dict[str, Any]) -> tuple[float, list[int]]:
     optimizer = MuonLike(plain.parameters())
     weight = engine.module.blocks[0].weight
     assert access.safe_get_full_optimizer_state(weight, "momentum_buffer") is None
-    with pytest.raises(TrialError, match="no such state"):
+    with pytest.raises(TrialError, match="does not have this state yet"):
         access.safe_set_full_optimizer_state(weight, torch.zeros(11, 11), "momentum_buffer")
     turn = Turn(0, 0, 0)
     loss(plain, turn).backward()

@@ -81,7 +81,7 @@ def test_a_good_experiment(
             "the searcher grid runs several trials",
         ),
         ({"entrypoint": "model_def:Other"}, {}, "const.yaml:"),
-        ({}, {"model_dir": Path("nowhere")}, "MODEL_DIR: there is no such folder: got nowhere"),
+        ({}, {"model_dir": Path("nowhere")}, "MODEL_DIR: the folder does not exist: got nowhere"),
         ({}, {"experiment_path": Path("nowhere.yaml")}, "nowhere.yaml: cannot be read"),
         ({}, {"experiment_path": None}, "no experiment was given"),
         ({}, {"placement": PlacementRequest(slots=3)}, "8"),  # 8 samples cannot be shared by 3 ranks

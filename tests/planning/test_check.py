@@ -137,7 +137,7 @@ def test_faults_of_the_experiment_and_its_hyperparameters(tmp_path: Path):
 def test_files_that_are_not_there_and_how_a_report_is_shown(tmp_path: Path):
     made = project(tmp_path)
     report = check_experiment(CheckRequest(made.experiment, tmp_path / "nowhere"), NO_GPU)
-    assert any("MODEL_DIR: there is no such folder" in text for text in messages(report))
+    assert any("MODEL_DIR: the folder does not exist" in text for text in messages(report))
     report = check_experiment(CheckRequest(tmp_path / "no.yaml", tmp_path), NO_GPU)
     assert "no.yaml: cannot be read" in messages(report)[0] and report.exit_code == 2
     (tmp_path / "ds_config.json").unlink()

@@ -209,7 +209,7 @@ def _given_run(folder: Path) -> Path:
     """Return the folder if a run has begun in it. Raises ConfigError."""
     if not RunFolder(folder).config_lock.is_file():
         raise ConfigError(
-            "this folder contains no run" if folder.is_dir() else "there is no such folder",
+            "this folder contains no run" if folder.is_dir() else "the folder does not exist",
             where="resume",
             got=str(folder),
             expected=f"a run's folder, such as runs/0001, with {RunFolder(folder).config_lock.name}",

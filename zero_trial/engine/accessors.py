@@ -1,5 +1,5 @@
-"""What an engine answers beside its steps: settings, ranks and counts by DeepSpeed's names, states
-that are away for a while, measurements."""
+"""Methods of an engine besides its steps: settings, ranks and counts under DeepSpeed's names,
+offloaded states, measurements."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What rank 0 observes of an engine: phases, monitor events, periodic lines, and the state it
 starts with.
 
-The engine calls one :class:`Observer` with itself as an argument, so that neither has to keep the
-other alive. An observer with nothing switched on returns at once from every call.
+The engine calls one :class:`Observer` with itself as an argument, so that neither keeps the other
+alive. An observer with nothing enabled returns immediately from every call.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ DETAILS_EVERY = 10
 
 @dataclass(eq=False)
 class Observer:
-    """Timers, FLOPs profile, monitor events and periodic lines of one engine, or None each."""
+    """Timers, FLOPs profile, monitor events and periodic lines of one engine; each may be None."""
 
     monitor: Monitor = field(default_factory=Monitor)
     timers: Timers | None = None
@@ -264,7 +264,7 @@ class Observer:
             self._resume_collector = weakref.finalize(engine, gc.enable)
 
     def close(self) -> None:
-        """Write what is left, close the monitors, and resume the collector."""
+        """Write remaining events, close the monitors, and resume the collector."""
         if self.events is not None:
             self.events.write_evaluation()
         self.monitor.close()
@@ -275,8 +275,8 @@ class Observer:
 def build_observer(
     config: DsConfig, resolved: ResolvedConfig, module: nn.Module, mesh: Mesh, device: torch.device
 ) -> Observer:
-    """Build what ds_config asks for; on other ranks than 0 nothing. Raises ConfigError on every
-    rank for a monitor whose package is missing."""
+    """Build what ds_config enables, only on rank 0. Raises ConfigError on every rank for a monitor
+    whose package is missing."""
     monitor = Monitor(build_writers(config, mesh.rank))
     if mesh.rank != 0:
         return Observer(monitor)
@@ -310,7 +310,7 @@ class PeriodicLines:
         self._samples_before: int | None = None
 
     def after_step(self, engine: EngineAccessors) -> None:
-        """Count the step, and log the lines where it is time."""
+        """Count the step, and log the lines if they are due."""
         before, self._samples_before = self._samples_before, engine.global_samples
         self._samples += engine.global_samples - before if before is not None else engine.train_batch_size()
         self._steps += 1

@@ -126,7 +126,7 @@ def model_folder(experiment: ExperimentConfig, given: Path | None) -> Path:
         folder = given or Path()
         if not folder.is_dir():
             expected = "a folder with the trial's module"
-            raise ConfigError("there is no such folder", where="MODEL_DIR", got=str(folder), expected=expected)
+            raise ConfigError("the folder does not exist", where="MODEL_DIR", got=str(folder), expected=expected)
         return folder
     entrypoint = parse_entrypoint(experiment.entrypoint)
     if entrypoint.file(locked) is not None:

@@ -76,8 +76,8 @@ def fill_shard(
     index: int,
     out: torch.Tensor,
 ) -> None:
-    """Fill ``out`` with shard ``index`` (n/N,) of a group: one parameter at a time is whole, in the
-    dtype of ``out``. ``agree`` makes its values equal on all ranks. Collective."""
+    """Fill ``out`` with shard ``index`` (n/N,) of a group: only one parameter at a time has full
+    values, in the dtype of ``out``. ``agree`` makes its values equal on all ranks. Collective."""
     base, end = layout.shard_range(index)
     out.zero_()
     for slot, param in zip(layout.slots, params, strict=True):
@@ -90,8 +90,8 @@ def fill_shard(
 
 
 def _take_from_init(params: Sequence[nn.Parameter]) -> None:
-    """Drop the shards that zero.Init has made of ``params``. A parameter that has no other values
-    until the engine owns it reports that: the build may fail."""
+    """Drop the shards of ``params`` from zero.Init. If the build fails, a parameter without other
+    values raises an error that says so, until an engine owns it."""
     for param in params:
         owner = owner_of_param(param)
         if isinstance(param, FreedParameter) and isinstance(owner, PreSharded):
@@ -112,12 +112,12 @@ class FirstSource:
 
 @dataclass(frozen=True)
 class PlannedGroups:
-    """The groups that a model gets, before any has memory.
+    """The groups of a model, before any of them has memory.
 
     Args:
         groups: members, layout and plan of each, in the model's order.
         params: the model's parameters that are in a group, by name.
-        merged: by block, the modules that it stands for where several small ones were put together.
+        merged: by block, its modules if several small ones were merged.
     """
 
     groups: list[tuple[GroupSpec, Layout, ZeroPlan]]
@@ -133,8 +133,8 @@ def plan_groups(
     settings: ShardingSettings,
     source: FirstSource,
 ) -> PlannedGroups:
-    """Decide which parameters are gathered, freed and reduced together. Local; also for a memory
-    plan, of a model without values."""
+    """Decide which parameters are gathered, freed and reduced together. Local; also used for memory
+    plans of models without values."""
     mesh, manual_groups = source.mesh, source.manual_groups
     number = {id(param): index for index, opt_group in enumerate(opt_groups) for param in opt_group}
     if plan.frees_parameters and not manual_groups.all:
@@ -178,9 +178,9 @@ def build_param_groups(
     source: FirstSource,
     on_group_built: Callable[[ParamGroup], None],
 ) -> tuple[list[ParamGroup], dict[str, list[ParamGroup]], dict[str, list[nn.Module]]]:
-    """Build all groups of ``module``, alike on all ranks of data. Return them in the model's order;
-    by block those whose parameters do not always live; and for each such block the modules, in
-    their order, that it stands for (none where a schedule says when to gather).
+    """Build all groups of ``module``, the same on all ranks of data. Return them in the model's
+    order; by block those whose parameters do not always live; and for each such block its modules,
+    in order (none if a schedule decides when to gather).
 
     Collective over data; arguments as for :class:`ShardedModel`.
     """
@@ -198,7 +198,7 @@ def build_param_groups(
     modules = {
         name: [module.get_submodule(block) for block in merged.get(name, (name,))]
         for name in freed
-        if not manual_groups.all  # else a schedule says when to gather
+        if not manual_groups.all  # else a schedule decides when to gather
     }
     return groups, freed, modules
 

@@ -1,12 +1,12 @@
-"""Chooses the parameters that are gathered, freed and reduced together: a model's tree cut into
-blocks, and parameters into buckets.
+"""Chooses the parameters that are gathered, freed and reduced together: splits a model's modules
+into blocks, and parameters into buckets.
 
-A block is a member of the model's stack: a child of a ModuleList, or one of several alike children
-of a Sequential (the outermost such stack, unless one member holds more than a quarter of the model
-and has a stack of its own, of two or more), or a leaf module. Everything outside the blocks
+A block is a member of the model's stack: a child of a ModuleList, or one of several similar
+children of a Sequential (the outermost such stack, unless one member holds more than a quarter of
+the model and has its own stack, of two or more), or a leaf module. Everything outside of the blocks
 (embeddings, final norm, head, parameters that several blocks share) belongs to the root block,
-which lives as long as the whole forward and backward: code may use such a weight outside its own
-module, as tied heads do.
+which lives during the whole forward and backward, because code may use such a weight outside of its
+own module, as tied heads do.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class LeafRules:
         """Mark the modules that entries name as leaves.
 
         Raises ConfigError for a list that is a leaf outside of every other leaf, since it has no
-        forward in which it could be gathered, and for an entry that names only such a list, or no
-        module. A class or an ending may match nothing if another entry matches: files list the
-        classes of several models.
+        forward before which it could be gathered, and for an entry that matches only such lists, or
+        no module. A class or a suffix may match nothing if another entry matches, because files
+        list the classes of several models.
         """
         parts = {name: part for name, part in root.named_modules(remove_duplicate=False) if _numel(part)}
         found = {
@@ -99,14 +99,14 @@ class GroupingLimits:
     bucket: int = 500_000_000
     persistence: int = 100_000
     model_persistence: int = 9_223_372_036_854_775_807
-    smallest_group: int = 0  # neighbouring blocks are put together until they have as many elements
-    kept_on_host: int = 0  # of what goes to NVMe, so many elements per rank stay in memory
+    smallest_group: int = 0  # neighboring blocks are merged until they have this many elements
+    kept_on_host: int = 0  # elements per rank that stay in host memory although offload_param uses NVMe
 
 
 @dataclass(frozen=True)
 class UnshardLimits:
-    """Elements: how many gathered ones may live at once, how soon one must be needed again to be
-    kept, how many may be prefetched."""
+    """Limits in elements: how many gathered elements may live at once, within which distance they
+    must be used again to be kept, how many may be prefetched."""
 
     max_live: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
@@ -123,12 +123,12 @@ class ShardingSettings:
     """The settings of ds_config for sharding.
 
     Args:
-        limits: how parameters are put into groups.
-        live: how much may be unsharded at once.
+        limits: how parameters are grouped.
+        live: how many elements may be unsharded at once.
         leaf: which modules are gathered as a whole.
-        wire_scale: multiplies gradients before their sum.
-        overlap: reduce groups while others still compute.
-        grads_to_none: gradients have no memory between steps.
+        wire_scale: factor for gradients before their sum.
+        overlap: whether groups are reduced while others still compute.
+        grads_to_none: whether gradients have no memory between steps.
     """
 
     limits: GroupingLimits = field(default_factory=GroupingLimits)
@@ -140,7 +140,7 @@ class ShardingSettings:
 
     @property
     def in_flight(self) -> int:
-        """How many groups' reductions may be under way at once."""
+        """How many groups' reductions may be in flight at once."""
         return 2 if self.overlap else 0
 
 
@@ -242,8 +242,8 @@ def _stack_members(module: nn.Module) -> list[nn.Module]:
 
 
 def block_of(parameter_names: Sequence[str], blocks: Collection[str]) -> str:
-    """Return the block of a parameter with these names (several when tied): the one block that
-    contains all of them, else the root. Price: a look-up for each module around the parameter."""
+    """Return the block of a parameter with these names (several if tied): the block that contains
+    all of them, else the root. Cost: a look-up for each module around the parameter."""
     owners = set()
     for name in parameter_names:
         while name and name not in blocks:
@@ -256,7 +256,7 @@ def block_of(parameter_names: Sequence[str], blocks: Collection[str]) -> str:
 
 
 class Kind(NamedTuple):
-    """What the parameters of a group have in common."""
+    """Properties that the parameters of a group share."""
 
     dtype: torch.dtype
     device: torch.device
@@ -298,11 +298,11 @@ def collect_params(
     device: torch.device | None = None,
 ) -> tuple[list[ParamFacts], dict[str, nn.Parameter]]:
     """Return members for grouping, and parameters by first name. ``opt_groups``: id(parameter) ->
-    optimizer group. ``with_parts``: the model is parallel itself. ``device``: where all of them go
-    (None: they stay).
+    optimizer group. ``with_parts``: the model is parallel itself. ``device``: the target device of
+    all parameters (None: they are not moved).
 
-    A frozen parameter is left as it is, or only sharded (``with_frozen``); so is every parameter
-    where nothing is trained. A trainable parameter in no optimizer group is left as it is: another
+    A frozen parameter is unchanged, or only sharded (``with_frozen``), and so is every parameter if
+    nothing is trained. A trainable parameter in no optimizer group is unchanged, because another
     optimizer may train it.
     """
     members, params = [], {}
@@ -335,9 +335,9 @@ def saved_buffers(module: nn.Module) -> list[str]:
 
 
 # Parts of tensors in a model that is parallel itself. Such a model marks them as Megatron's and
-# DeepSpeed's do: an attribute ``tensor_model_parallel`` or ``model_parallel`` that is true. All
-# other parameters are taken for copies of each other, and the first rank's count where something is
-# summed over the model: the gradient norm.
+# DeepSpeed's models do: with an attribute ``tensor_model_parallel`` or ``model_parallel`` that is
+# true. All other parameters are treated as copies of each other, and only those of the first rank
+# count in a sum over the model, such as the gradient norm.
 
 MARKS = ("tensor_model_parallel", "model_parallel")
 
@@ -378,12 +378,12 @@ class GroupSpec:
 
 
 def into_buckets(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[GroupSpec]:
-    """Fill buckets of parameters that always live, from the last parameter backwards: backward
-    finishes those first.
+    """Fill buckets of parameters that always live, starting with the last parameter, because
+    backward finishes these first.
 
     A bucket closes at ``limits.bucket`` elements, or a quarter of all (never below 1 Mi), whichever
-    is smaller, so that reductions overlap with what is left of backward and no buffer is larger
-    than the model needs.
+    is smaller, so that reductions overlap with the rest of backward and no buffer is larger than
+    the model needs.
     """
     goal = min(limits.bucket, max(-(-sum(member.numel for member in members) // 4), 1 << 20))
     out: list[GroupSpec] = []
@@ -424,9 +424,9 @@ def into_blocks(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[G
     """Make groups of parameters that live while their block computes: one per block and kind; small
     ones always live, in buckets.
 
-    A parameter below ``limits.persistence`` elements stays live, as long as all such together stay
-    below ``limits.model_persistence``. Order: as backward reaches them, last block first, the
-    root's and the persistent buckets at the end.
+    Parameters below ``limits.persistence`` elements always live, as long as their sum stays below
+    ``limits.model_persistence``. Order: as backward reaches them, last block first, with the root's
+    groups and the persistent buckets at the end.
     """
     small, kept = persistent_members(members, limits)
     grouped: dict[tuple[str, Kind], list[ParamFacts]] = {}
@@ -443,12 +443,12 @@ def into_blocks(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[G
 
 
 def merge_small(blocks: Sequence[str], members: Sequence[ParamFacts], smallest: int) -> dict[str, tuple[str, ...]]:
-    """Merge neighbouring blocks of one stack until each group has ``smallest`` elements: group name
+    """Merge neighboring blocks of one stack until each group has ``smallest`` elements: group name
     -> its blocks, in order.
 
-    A group is gathered when its first block is used and freed after its last: fewer and larger
-    messages, for at most ``smallest`` more elements that live. ``members``: the parameters that
-    will be freed.
+    A group is gathered when its first block is used and freed after its last: messages are fewer
+    and larger, and at most ``smallest`` more elements live. ``members``: the parameters that will
+    be freed.
     """
     sizes = Counter[str]()
     for member in members:

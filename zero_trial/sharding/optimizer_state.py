@@ -36,7 +36,7 @@ class TensorSlice:
 def slices_of(
     group: ParamGroup, kind: str, shard: torch.Tensor, only: ParamSlot | None = None
 ) -> Iterator[TensorSlice]:
-    """Yield the part of each tensor (of one) that ``shard`` (shard_numel,) of a group holds."""
+    """Yield the part of each tensor (or of one) in ``shard`` (shard_numel,) of a group."""
     for piece in group.layout.pieces(group.comm.index):
         if only is None or piece.slot is only:
             values = shard[piece.offset : piece.offset + piece.numel]
@@ -44,11 +44,11 @@ def slices_of(
 
 
 class StateByTensor:
-    """The masters and the state of ``base``, by logical tensor, wherever they are between steps.
+    """The masters and the state of ``base``, by logical tensor, also if they are offloaded.
 
     Args:
-        pieces: what ``base`` steps on, with the tensors of ``whole``.
-        moved: the states that a script has moved away for a while.
+        pieces: the pieces that ``base`` steps on, with the tensors of ``whole``.
+        moved: the states that a script has temporarily offloaded.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class StateByTensor:
             yield
 
     def identity(self) -> dict[str, Any]:
-        """Return class and hyperparameter names, which a checkpoint's must equal."""
+        """Return class and hyperparameter names, which must match a checkpoint's."""
         found = {
             "class": type(self._base).__name__,
             "settings": sorted(set(getattr(self._base, "defaults", {})) - _HOW_NOT_WHAT),
@@ -166,8 +166,8 @@ class StateByTensor:
                 yield name, dict(state)
 
     def refuse_lost_states(self) -> None:
-        """Raise CheckpointError for state that a checkpoint by tensor would lose: of no parameter,
-        or of a flat piece and neither a value per element nor a single number."""
+        """Raise CheckpointError for state that a checkpoint by tensor would lose: state of no
+        parameter, or state of a flat piece that is neither one value per element nor one number."""
         strays = [key for key in self._base.state if not torch.is_tensor(key)]
         if strays:
             raise CheckpointError(
@@ -215,7 +215,7 @@ class StateByTensor:
         shape_of: Callable[[str, str], tuple[int, ...] | None],
         states: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
-        """Replace all state by zeros of the named kinds and the scalar state, so that a checkpoint
+        """Replace all state with zeros of the named kinds and the scalar state, so that checkpoints
         can be read into :meth:`views`.
 
         ``shape_of(kind, tensor)`` is the stored shape, None if there is no such state: then a piece

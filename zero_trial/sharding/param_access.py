@@ -383,7 +383,7 @@ def _require_shape(value: torch.Tensor, shape: tuple[int, ...], where: str) -> N
 
 
 def _no_state(kind: str) -> TrialError:
-    return TrialError("the optimizer has no state yet", where=kind, fix="Take a step first.")
+    return TrialError("the optimizer does not have this state yet", where=kind, fix="Take a step first.")
 
 
 def _state_of(param: torch.Tensor) -> StateByTensor:

@@ -1,25 +1,24 @@
-"""Tensors that an optimizer must see whole: each has one owner, which updates it.
+"""Tensors that an optimizer must update whole: each has one owner, which updates it.
 
     gradients   every rank sends its parts to the tensors' owners     all-to-all
     masters     and its parts of the master weights                   all-to-all
     update      each owner steps its tensors, in their true shapes
     masters     owners send the new values back to where parts live   all-to-all
 
-Between steps a tensor's master lives in the shards, as every other does, so that whatever reads or
-writes masters (checkpoints, GatheredParameters) finds them there; its optimizer state lives on its
-owner alone. A tensor that its owner's shard has whole is updated in place: where nothing is
-sharded, that is each.
+Between steps a tensor's master is in the shards, like every other master, where checkpoints and
+GatheredParameters read and write it; its optimizer state is only on its owner. A tensor that is
+completely in its owner's shard is updated in place. Without sharding, that is every tensor.
 
-Tensors go in rounds of at most :data:`ROUND` elements per owner, if the optimizer can be stepped
-with some of its tensors. They are updated where the model computes, also if masters and state are
-offloaded: so the bits do not depend on where these live between steps.
+Tensors are updated in rounds of at most :data:`ROUND` elements per owner, if the optimizer can step
+with some of its tensors. They are updated on the device that computes the model, also if masters
+and state are offloaded, so the bits do not depend on where these are between steps.
 
-Price, with Psi elements in such tensors and N ranks on the shard axis. A rank sends what it holds
-of other ranks' tensors twice, and what others hold of its own once:
+Cost, with Psi elements in such tensors and N ranks on the shard axis. A rank sends its parts of
+other ranks' tensors twice, and other ranks' parts of its own tensors once:
 
     elements per step       2 (held here, owned elsewhere) + (owned here, held elsewhere)
-                            in the mean 3 Psi (N-1)/N^2 where owners are drawn by lot; less, as a
-                            rank gets what it holds: 0.35 Psi on 2 ranks, 0.21 on 8 for GPT-2's
+                            on average 3 Psi (N-1)/N^2 for random owners; less in fact, because a
+                            rank owns what it holds: 0.35 Psi on 2 ranks, 0.21 on 8 for GPT-2's
                                 blocks
     bytes during a step     8 R for weights and gradients in fp32, 16 R for messages, with
                             R = Psi/N or, in rounds, at most max(ROUND, the largest tensor)
@@ -53,15 +52,15 @@ Work = Callable[[tuple[int, ...]], float]
 def assign_owners(
     work: Sequence[float], ranks: int, held: Sequence[Mapping[int, int]] = (), kinds: Sequence[int] = ()
 ) -> list[int]:
-    """Return the owner of each tensor: the heaviest first, each to the rank that has least to do
-    (Graham 1969, longest processing time first: at most 4/3 of the best). Pure.
+    """Return the owner of each tensor: the tensor with the most work first, each to the rank with
+    the least work (Graham 1969, longest processing time first: at most 4/3 of the optimum). Pure.
 
     Args:
         work: of each tensor.
-        held: for each tensor, how many of its elements a rank holds: of equally heavy tensors a
-            rank gets the one that it holds most of, so that least travels.
-        kinds: for each tensor, its optimizer group. Rank 0 gets the lightest tensor of each first,
-            so that every group steps there: what a group counts by itself is saved by rank 0.
+        held: for each tensor, how many of its elements each rank holds: among tensors of equal work
+            a rank gets the one that it holds most of, to minimize traffic.
+        kinds: for each tensor, its optimizer group. Rank 0 first gets the smallest tensor of each
+            group, so that every group steps there, because rank 0 saves a group's own counters.
     """
     owners, load = [0] * len(work), [0.0] * ranks
     lightest: dict[int, int] = {}
@@ -117,7 +116,7 @@ class WholeTensor:
         return shard[start : start + self.slot.numel].view(self.slot.shape)
 
     def rest(self) -> None:
-        """Let ``weight`` be what it is between steps."""
+        """Restore ``weight`` to its state between steps."""
         group, weight = self.group, self.weight
         stays = self.in_place and group.lender is None
         weight.data = self.of_shard(group.master) if stays else absent(weight.shape, weight.dtype, weight.device)
@@ -165,8 +164,8 @@ class _Route:
                 self._counts[part.rank][part.tensor.owner] += part.stop - part.start
 
     def exchange(self, shards: Column, whole: Column, label: str, *, back: bool = False) -> Callable[[], None]:
-        """Start to send parts of shards to their tensors' owners, or ``back``; return what waits
-        for this rank's own tensors, or its parts, and writes them. Collective over shard."""
+        """Start to send parts of shards to their tensors' owners, or ``back``; return a function
+        that waits for this rank's tensors, or its parts, and writes them. Collective over shard."""
 
         def in_shard(part: _Part) -> torch.Tensor:
             return shards(part.tensor)[part.offset : part.offset + part.stop - part.start]
@@ -212,10 +211,10 @@ class Round:
 
     @contextmanager
     def at_hand(self, *, gradients: bool) -> Iterator[None]:
-        """Give this rank's own tensors their values inside the block, and their reduced gradients
-        in ``.grad``; then send the new values to the ranks that hold the masters, and with
-        ``gradients`` round them into the shards. Collective over shard; no peer may read the
-        masters any more (:meth:`ShardedModel.wait_before_writing`)."""
+        """Load this rank's own tensors inside the block, with their reduced gradients in ``.grad``;
+        then send the new values to the ranks that hold the masters, and with ``gradients`` round
+        them into the shards. Collective over shard; no peer may still read the masters
+        (:meth:`ShardedModel.wait_before_writing`)."""
         for tensor in self.own:
             weight, place = tensor.weight, tensor.in_place
             weight.data = (
@@ -244,8 +243,8 @@ class Round:
 
 
 class WholeTensors:
-    """The tensors of one model that are updated whole, on every rank alike; ``own`` are this
-    rank's. ``most``: elements of an owner in a round."""
+    """The tensors of one model that are updated whole, the same on every rank; ``own`` are this
+    rank's. ``most``: elements per owner in a round."""
 
     def __init__(self, tensors: Sequence[WholeTensor], comm: AxisComm, most: float = math.inf) -> None:
         self.tensors = list(tensors)
@@ -264,7 +263,7 @@ class WholeTensors:
 
     @contextmanager
     def at_hand(self, *, gradients: bool) -> Iterator[None]:
-        """Let all tensors be as in their :meth:`Round.at_hand`. Collective over shard."""
+        """Load all tensors as in their :meth:`Round.at_hand`. Collective over shard."""
         with ExitStack() as stack:
             for each in self.rounds:
                 stack.enter_context(each.at_hand(gradients=gradients))
@@ -299,7 +298,7 @@ def own_tensors(
     one_owner: bool = False,
     most: float = math.inf,
 ) -> WholeTensors | None:
-    """Give each tensor of ``opt_groups`` an owner; None where there is no such tensor.
+    """Assign an owner to each tensor of ``opt_groups``; return None if there is no such tensor.
 
     Args:
         names: of the model's parameters in its own order, which is that of the tensors in their
@@ -328,8 +327,8 @@ def own_tensors(
 
 
 def weight_for(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """Return a weight that an optimizer gets instead of ``param``, with the attributes that
-    user code has set there: it may look at them."""
+    """Return a weight that replaces ``param`` in an optimizer, with the attributes that user code
+    has set on ``param``, because the optimizer may read them."""
     weight = nn.Parameter(values)
     vars(weight).update(vars(param))
     return weight

@@ -437,7 +437,7 @@ REFUSALS: dict[str, tuple[str, Callable[[], Any]]] = {
         r"last.weight: the value has another shape: got \(3,\), expected \(4, 11\)",
         lambda: before_a_step(lambda weight: zero.safe_set_full_fp32_param(weight, torch.zeros(3))),
     ),
-    "state": ("exp_avg: the optimizer has no state yet", lambda: before_a_step(set_state)),
+    "state": ("exp_avg: the optimizer does not have this state yet", lambda: before_a_step(set_state)),
     "collected": ("engine is gone.*Keep a reference", lambda: set_state(collected(made("zero1").module).last.weight)),
     "stranger": ("belongs to no engine", lambda: zero.safe_get_full_fp32_param(nn.Parameter(torch.zeros(2, 2)))),
     "kept": ("clone", kept_beyond_its_step),

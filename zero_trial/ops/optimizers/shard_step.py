@@ -1,7 +1,7 @@
 """One step with a gradient multiplier, over this rank's pieces, for any optimizer.
 
 Unscaling and clipping multiply all gradients by one factor, (1 / loss scale) * min(1, limit /
-norm). What that costs depends on the optimizer:
+norm). The cost depends on the optimizer:
 
     ours (FusedAdam, FusedLamb ...)   no extra bytes: the factor goes into the update
     torch's fused Adam, AdamW, SGD,   no extra bytes: the kernel divides by its ``grad_scale`` as it
@@ -34,8 +34,8 @@ _VARIANTS = ("amsgrad", "maximize")
 
 
 class ShardUpdate(NamedTuple):
-    """What one pass over a piece reads and writes; ``gradient`` and ``out`` have as many elements
-    as ``weight``, and any floating dtype."""
+    """Tensors that one pass over a piece reads and writes; ``gradient`` and ``out`` have as many
+    elements as ``weight``, and any floating dtype."""
 
     weight: Tensor
     gradient: Tensor
@@ -53,15 +53,14 @@ class TensorPart(NamedTuple):
 
 
 class ShardOptimizer(torch.optim.Optimizer):
-    """Base of our optimizers. ``fuses``: 16-bit gradients and rounded weights in its one pass."""
+    """Base of our optimizers. ``fuses``: one pass handles 16-bit gradients and rounded weights."""
 
     elementwise: bool = True
     fuses: bool = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does, without torch's wrapper: that imports all of torch.compile, a
-        second of CPU on every rank, so that a compiler does not look into a function that no
-        compiled graph calls."""
+        """Add a group as torch does, without torch's wrapper. The wrapper imports torch.compile,
+        which takes a second on every rank, to exclude a function that no compiled graph calls."""
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     @torch.no_grad()
@@ -94,8 +93,8 @@ class ShardOptimizer(torch.optim.Optimizer):
                     )
         given = self._with_gradients() if updates is None else updates
         self.update(given, multiplier)
-        # The ops write behind autograd's back: a graph that still needs an old weight fails with
-        # this as it does with torch's own steps.
+        # Autograd does not see the ops' writes: this makes a graph that still needs an old weight
+        # fail, as with torch's own steps.
         for update in given:
             for written in (update.weight, update.out):
                 if written is not None and not written.is_inference():
@@ -186,8 +185,8 @@ def divides_in_kernel(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def steps_otherwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether hooks, or a step that was put on this object, may do what its class does not.
-    The counter of torch's schedulers is neither."""
+    """Return whether hooks, or a replaced step of this object, may change what its class does. The
+    step counter of torch's schedulers is neither."""
     step = vars(optimizer).get("step")
     while getattr(step, "_wrapped_by_lr_sched", False):
         step = getattr(step, "__wrapped__", None)
@@ -203,10 +202,10 @@ def _hooks_of(optimizer: torch.optim.Optimizer, kinds: Sequence[str]) -> list[An
 
 
 class StepGuard:
-    """Keeps what user code calls on an optimizer in step with its engine.
+    """Guards an optimizer whose steps belong to its engine.
 
-    It is a hook of the optimizer's steps, which are the engine's: a step past the engine would find
-    no gradients, and do nothing. The optimizer's zero_grad() is replaced by :meth:`zero_grad`.
+    A hook raises on a step by user code, which would find no gradients and do nothing. The
+    optimizer's zero_grad() is replaced with :meth:`zero_grad`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -223,7 +222,7 @@ class StepGuard:
             raise past_engine()
 
     def on_zero_grad(self, method: WeakMethod[Callable[[], None]]) -> None:
-        """Let ``method`` do what zero_grad() means: gradients are the engine's."""
+        """Make zero_grad() call ``method``, because gradients belong to the engine."""
         self._dropping = method
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -234,7 +233,7 @@ class StepGuard:
 
     @contextmanager
     def open(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Let the optimizer step inside the block. Raises ConfigError for unsupported hooks."""
+        """Allow a step of the optimizer in the block. Raises ConfigError for unsupported hooks."""
         found = [vars(optimizer).get("step")]
         for kind in _STEP_HOOKS + _STATE_HOOKS:
             found += getattr(optimizer, kind, None) or ()  # numbers that torch gives to one hook only

@@ -1,23 +1,23 @@
-"""Parameters whose values are in the shards of all ranks: what stands for the values, the class
+"""Parameters whose values are in the shards of all ranks: the placeholder for the values, the class
 that refuses to read them, and the directory from a parameter to the owner of its shard.
 
-While it is freed, a parameter is an instance of :class:`FreedParameter`: torch asks that class
-about every use from Python. Metadata (shape, dtype, device, counts, ``requires_grad_``, hooks,
-``.grad``) is answered; a use that needs values raises TrialError. A parameter that is whole is a
-:class:`ShardedParameter`, about whose uses torch does not ask, so that a step never does. Price:
-one assignment of a class for each parameter that is freed or made whole (0.07 microseconds).
+While it is freed, a parameter is an instance of :class:`FreedParameter`, whose
+``__torch_function__`` intercepts every use from Python. Metadata (shape, dtype, device, counts,
+``requires_grad_``, hooks, ``.grad``) works; a use that needs values raises TrialError. An unsharded
+parameter is a :class:`ShardedParameter`, which intercepts nothing, so that a step has no overhead.
+Cost: one class assignment for each parameter that is freed or unsharded (0.07 microseconds).
 
-Both classes answer DeepSpeed's names for partitioned parameters (``ds_id``, ``ds_status``,
+Both classes provide DeepSpeed's attributes of partitioned parameters (``ds_id``, ``ds_status``,
 ``ds_tensor`` ...), which libraries read; ordinary parameters, and those of an engine that does not
-free any, have none of them.
+free any, do not have them.
 
-torch does not ask about functions of C++ extensions that are bound without torch's parser, about
-``untyped_storage()`` and ``data_ptr()``, and inside another class's ``__torch_function__``. There a
-freed parameter reads as NaN.
+Not intercepted: functions of C++ extensions that are bound without torch's parser,
+``untyped_storage()`` and ``data_ptr()``, and uses inside another class's ``__torch_function__``.
+There a freed parameter reads as NaN.
 
-User code gives parameters and nothing else, as in DeepSpeed's API, so the directory leads from a
-bare ``nn.Parameter``. It is weak in both directions: it keeps neither parameters nor engines alive,
-and it stores nothing on the tensor.
+User code passes only parameters, as in DeepSpeed's API, so the directory starts from a bare
+``nn.Parameter``. It is weak in both directions: it keeps neither parameters nor engines alive, and
+stores nothing on the tensor.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ parameters."""
 
 
 def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of ``shape`` over a single NaN: it takes no memory, and arithmetic with it
-    shows. Integers get their largest value."""
+    """Return a tensor of ``shape`` over a single NaN: it takes no memory, and its use in arithmetic
+    is visible. Integers get their largest value."""
     numbers = dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
     value = float("nan") if numbers else torch.iinfo(dtype).max
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
@@ -68,14 +68,14 @@ def is_absent(tensor: torch.Tensor) -> bool:
 class ZeroParamStatus(Enum):
     """Where the values of a sharded parameter are."""
 
-    AVAILABLE = 1  # whole on this rank
+    AVAILABLE = 1  # unsharded on this rank
     NOT_AVAILABLE = 2  # in the shards of all ranks
-    INFLIGHT = 3  # DeepSpeed's third one: a parameter that is being gathered is NOT_AVAILABLE here
+    INFLIGHT = 3  # only in DeepSpeed: a parameter that is being gathered is NOT_AVAILABLE here
 
 
 class WatchedParameter(nn.Parameter):
-    """A parameter of an engine. An edit of its ``.data`` has a version, unlike in torch: shards and
-    fp32 masters do not see edits, and the version is how an engine notices them."""
+    """A parameter of an engine. An edit of its ``.data`` increments the version, unlike in torch:
+    so an engine detects edits, which shards and fp32 masters do not see."""
 
     _plain: type = nn.Parameter  # its class without an engine
 
@@ -112,8 +112,7 @@ class ShardedParameter(WatchedParameter):
 
 
 DS_NAMES: Mapping[str, Callable[[ShardedParameter, ShardOwner], Any]] = {
-    # a number that no other parameter of the process has; alike on all ranks that build the same
-    # models in the same order
+    # unique in the process; equal on all ranks that build the same models in the same order
     "ds_id": lambda param, owner: _record(param).number,
     "ds_shape": lambda param, owner: param.shape,
     "ds_numel": lambda param, owner: param.numel(),
@@ -235,7 +234,7 @@ class FreedParameter(ShardedParameter):
 
 @functools.cache
 def sharded_class(kind: type) -> type:
-    """Return the class that a parameter of class ``kind`` has while it is sharded and whole."""
+    """Return the class that a parameter of class ``kind`` has while it is unsharded."""
     if issubclass(kind, FreedParameter):
         return kind._live
     if issubclass(kind, ShardedParameter):
@@ -261,7 +260,7 @@ def plain_class(kind: type) -> type:
 
 
 def free(param: nn.Parameter, placeholder: torch.Tensor) -> None:
-    """Take the values away from ``param``; ``placeholder`` has its shape, dtype and device."""
+    """Free the values of ``param``; ``placeholder`` has its shape, dtype and device."""
     kind = type(param)
     param.__class__ = sharded_class(kind)
     set_data(param, placeholder)
@@ -283,14 +282,14 @@ def revive(param: nn.Parameter, values: torch.Tensor) -> None:
 
 
 def mark_sharded(params: Iterable[nn.Parameter]) -> None:
-    """Let ``params``, some of which may always live, say that they are sharded."""
+    """Mark ``params``, some of which may always live, as sharded."""
     for param in params:
         if not isinstance(param, FreedParameter):
             param.__class__ = sharded_class(type(param))
 
 
 def mark_watched(params: Iterable[nn.Parameter]) -> None:
-    """Let edits of ``.data`` of ``params``, which are whole, have a version."""
+    """Make edits of ``.data`` of ``params``, which are unsharded, increment the version."""
     for param in params:
         kind = type(param)
         if issubclass(kind, nn.Parameter) and not issubclass(kind, WatchedParameter):
@@ -303,7 +302,7 @@ _LOADERS_USE: frozenset[Any] = frozenset([torch.Tensor.copy_, set_data, torch.nn
 
 
 def _gathered(func: Any, args: Sequence[Any], named: Mapping[str, Any], freed: Sequence[nn.Parameter]) -> Any:
-    """Call ``func`` with the parameters ``freed`` whole; keep rank 0's writes. Collective."""
+    """Call ``func`` with ``freed`` parameters gathered; keep rank 0's writes. Collective."""
     opened = [(cast("ShardOwner", owner_of_param(param)), [param]) for param in freed]
     for owner, params in opened:
         owner.open(params, reads=False)
@@ -315,9 +314,9 @@ def _gathered(func: Any, args: Sequence[Any], named: Mapping[str, Any], freed: S
 
 
 def _detached(param: nn.Parameter) -> nn.Parameter:
-    """Return a freed tensor of the same metadata, which never gets values: an entry of the
-    ``state_dict()`` of a model that zero.Init has cut and no engine has, for loaders that ask for
-    names, shapes and dtypes."""
+    """Return a freed tensor with the same metadata, which never gets values. Used for
+    ``state_dict()`` between ``zero.Init`` and ``initialize``, for loaders that read names, shapes
+    and dtypes."""
     entry = nn.Parameter(param.detach(), requires_grad=False)
     entry.__class__ = FreedParameter
     return entry
@@ -388,7 +387,7 @@ _DIFFERENTIATE = (TransformType.Grad, TransformType.Jvp)
 
 
 def refuse_transforms(name: str) -> None:
-    """Raise TrialError where torch.func differentiates: a gather cannot write into its tensors."""
+    """Raise TrialError if torch.func differentiates: a gather cannot write into its tensors."""
     if (transform := peek_interpreter_stack()) is not None and transform.key() in _DIFFERENTIATE:
         raise TrialError(
             "torch.func cannot differentiate through gathering of parameters (ZeRO stage 3, offload_param)",
@@ -415,12 +414,12 @@ class ShardOwner(Protocol):
         """Gather full parameters for a block that edits or ``reads`` them. Over shard."""
 
     def close(self, params: list[nn.Parameter], source: int | None, *, undo: bool = False) -> None:
-        """Give the edits of rank ``source`` to all ranks and free what :meth:`open` has gathered.
-        ``source`` None: raise TrialError if this rank has edited; ``undo``: take its edits back
+        """Send the edits of rank ``source`` to all ranks and free what :meth:`open` gathered.
+        ``source`` None: raise TrialError if this rank has edited; ``undo``: discard its edits
         instead. Collective over the ranks of :attr:`comm` with a source, else local."""
 
     def name_of(self, param: nn.Parameter) -> str | None:
-        """Return the parameter's name in the model; None where it is not known yet."""
+        """Return the parameter's name in the model; None if it is not known yet."""
 
     def part_of(self, param: nn.Parameter) -> torch.Tensor:
         """Return a copy of this rank's elements of the parameter, flat. Local."""
@@ -436,8 +435,8 @@ def _nothing() -> None:
 
 @dataclass
 class _Record:
-    """What is known of a parameter: a number, and ways to reach its owner, the owner that sends
-    edits of it if every rank has it whole (frozen, at stages 0 to 2), and its optimizer state."""
+    """The record of a parameter: a number, and references to its owner, to the owner that sends its
+    edits if every rank has it in full (frozen, at stages 0 to 2), and to its optimizer state."""
 
     number: int
     owner: Callable[[], ShardOwner | None] = _nothing
@@ -463,13 +462,13 @@ def register_owner(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
 
 def register_replicated(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
     """Record that ``owner`` sends edits of ``params``, which every rank has whole, to all ranks.
-    Of several engines with one parameter the last counts."""
+    If several engines have a parameter, the last one sends them."""
     for param in params:
         _record(param).replicated = ref(owner)
 
 
 def forget_replicated(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
-    """Let ``owner`` send no more edits of ``params``."""
+    """Stop ``owner`` from sending edits of ``params``."""
     for param in params:
         if (known := _record(param)).replicated() is owner:
             param.__class__ = plain_class(type(param))
@@ -483,7 +482,7 @@ def own_params(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
 
 
 def forget_owner(params: Iterable[nn.Parameter]) -> None:
-    """Make ``params``, which are whole, ordinary parameters again."""
+    """Make ``params``, which are unsharded, ordinary parameters again."""
     for param in params:
         if not isinstance(param, FreedParameter):
             param.__class__ = plain_class(type(param))
@@ -510,7 +509,7 @@ def owner_of_param(param: torch.Tensor) -> ShardOwner | None:
 
 
 def is_left_freed(tensor: torch.Tensor) -> bool:
-    """Return whether an engine that is gone has freed the parameter, and left it without values."""
+    """Return whether an engine that no longer exists has left the parameter without values."""
     had_owner = isinstance(tensor, FreedParameter) and tensor in _RECORDS  # a detached one never had
     return had_owner and owner_of_param(tensor) is None
 

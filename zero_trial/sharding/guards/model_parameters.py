@@ -20,13 +20,13 @@ class ParameterTable:
     """The parameters of ``module`` when its engine was built: names, dtypes, and which are trained;
     and which of these have received a gradient since the last step.
 
-    Later changes would be neither trained nor saved, and a new tie would make checkpoints that a
-    model built with the tie cannot load. The table is compared at the first step, at
-    ``engine.train()`` and ``engine.eval()``, and at each save; a change between two of these goes
-    unnoticed until the next.
+    Later changes would be neither trained nor saved, and checkpoints with a new tie could not be
+    loaded into a model that is built with the tie. The table is compared at the first step, at
+    ``engine.train()`` and ``engine.eval()``, and at each save; a change between two of these is
+    detected at the next one.
 
-    A step in which some parameters received no gradient is an error if that is ``forbidden``; else
-    the first such step is logged, and so is the first in which none received one.
+    A step in which some parameters received no gradient is an error if that is ``forbidden``;
+    otherwise the first such step is logged, and so is the first step without any gradient.
     """
 
     def __init__(self, module: nn.Module, grad_buffers: Sequence[GradBuffer], *, forbidden: bool) -> None:
@@ -34,7 +34,7 @@ class ParameterTable:
         self._grad_buffers = grad_buffers
         self._forbidden = self._logged = self._none_logged = forbidden
         self._count = sum(len(buffer.group.params) for buffer in grad_buffers)
-        # parameter -> whether it was to be trained, and the dtype
+        # parameter -> whether it is trained, and its dtype
         self._trained = WeakTensorKeyDictionary()
         self._names = WeakTensorKeyDictionary()  # parameter -> its first name
         for name, param in module.named_parameters():
@@ -43,8 +43,8 @@ class ParameterTable:
         self._stepped = False
 
     def before_step(self, step: int) -> TrialError | None:
-        """Do :meth:`check` before the first step; return the error for parameters without a
-        gradient since ``step``, if that is forbidden, that are not frozen now."""
+        """Call :meth:`check` before the first step; return the error, if that is forbidden, for
+        parameters without a gradient since ``step`` that are not frozen now."""
         if not self._stepped:
             self.check("engine.step")
             self._stepped = True
@@ -68,7 +68,7 @@ class ParameterTable:
 
     def check(self, where: str) -> None:
         """Raise TrialError for parameters that were added, unfrozen, tied, or cast since. Reads
-        names and flags only. Local.
+        only names and flags. Local.
 
         Frozen parameters may be added under new names (a moving average, a metric's network): a
         checkpoint has them, too.
@@ -111,16 +111,16 @@ class ParameterTable:
                 raise TrialError(what, where=where, got=listed(names), fix=fix)
 
     def _tied(self) -> list[str]:
-        """List the names under which the model now has a parameter that it also has under that
-        parameter's own name. A layer that moved to another index has one name, and is no tie."""
+        """List new names of parameters that the model also has under their first name. A layer that
+        moved to another index has one name, and is not a tie."""
         now = dict(self._module.named_parameters(remove_duplicate=False))
         owns = {name: self._names.get(now[name], name) for name in sorted(self._places & now.keys())}
         return [f"{name} is {own}" for name, own in owns.items() if own != name and now.get(own) is now[name]]
 
     def end_step(self, step: int, passes: int, *, logs: bool) -> None:
         """Log which parameters had no gradient in ``step`` if this rank ``logs``: the first time
-        that there are some, and the first time that all had none after ``passes`` (without a pass
-        none is expected: a plan of the optimizer's state)."""
+        some had none, and the first time all had none after ``passes`` (without a pass no gradient
+        is expected, as in a plan of the optimizer's state)."""
         if self._logged and self._none_logged:
             return
         found = []

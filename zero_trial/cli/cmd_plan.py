@@ -332,7 +332,7 @@ def _tune(options: argparse.Namespace) -> int:
 
     request = planned_request(options)
     if options.gpu_memory is not None and not options.dry_run:
-        raise ConfigError("trials run on this host, with its own GPUs", where="--gpu-memory", fix="Give --memory.")
+        raise ConfigError("trials run on this host, with its own GPUs", where="--gpu-memory", fix="Pass --memory.")
     checked = check_run(request, os.environ)
     facts = facts_of(checked, keep=options.keep, accelerator=options.gpu_memory is not None or checked.devices.gpus > 0)
     tuning = checked.ds_config.autotuning  # type: ignore[union-attr]  # facts_of has refused None

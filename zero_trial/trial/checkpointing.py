@@ -61,7 +61,7 @@ def read_state(path: Path) -> TrialSnapshot:
         if seal is not None and seal != _sum(content):
             raise ValueError("checksum mismatch")
         if content.pop("format") != FORMAT:
-            raise ValueError("another format")
+            raise ValueError("unknown format")
         return TrialSnapshot(**content)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"the trial's state cannot be read ({error})", where=str(path / TRIAL_STATE)) from error

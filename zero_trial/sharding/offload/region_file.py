@@ -223,7 +223,7 @@ class _File:
             self.cached, path = tempfile.mkstemp(prefix="zero_trial-", dir=folder)
         except OSError as fault:
             what, got = "the folder is not writable", f"{folder}: {fault.strerror}"
-            raise ConfigError(what, where=where, got=got, fix="Name another.") from fault
+            raise ConfigError(what, where=where, got=got, fix="Use another folder.") from fault
         # Some file systems open a file with O_DIRECT and then refuse to transfer: try one block.
         page = [memoryview(mmap.mmap(-1, BLOCK))]
         with contextlib.suppress(OSError):

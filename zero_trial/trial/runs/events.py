@@ -18,7 +18,7 @@ from zero_trial.errors import StorageError
 from zero_trial.util.files import write_atomic
 from zero_trial.util.text import format_bytes
 
-_MOST_BYTES = 32 << 20  # of a file that is read whole
+_MOST_BYTES = 32 << 20  # of a file that is read completely
 _LONGEST_LINE = 4 << 20  # bytes
 
 COUNTERS = ("batches", "epochs")
@@ -123,7 +123,7 @@ def _replace_file(path: Path, text: str) -> None:
 
 @contextmanager
 def _storage_errors(path: Path) -> Iterator[None]:
-    """Turn the error of a disk that is full or broken into a StorageError."""
+    """Convert the error of a full or failed disk into a StorageError."""
     try:
         yield
     except OSError as error:
@@ -139,12 +139,12 @@ class Tail:
     than 4 MiB are left out. Raises OSError if the file cannot be read.
 
     Args:
-        skip_existing: begin with what is appended from now on.
-        newest: begin so many bytes before the end.
-        most: read only so many bytes of the file.
+        skip_existing: only read what is appended from now on.
+        newest: start this many bytes before the end.
+        most: maximum number of bytes to read.
 
     Attributes:
-        left_out: what of the file is not read, in words; empty if nothing is.
+        left_out: a text about unread parts of the file; empty if there are none.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Tail:
                 self._in_long_line = not whole
 
     def rest(self) -> str:
-        """Return the begin of an unfinished line after those of ``lines``."""
+        """Return the start of an unfinished line after those of ``lines``."""
         try:
             with self._open() as file:
                 data = file.read(_LONGEST_LINE)

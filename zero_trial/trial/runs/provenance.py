@@ -63,7 +63,7 @@ def write_lock(
         "model_dir": os.path.relpath(model_dir.resolve(), folder.resolve()),
         "versions": {name: version for name in ("zero_trial", "torch") if (version := _version(name))},
     }
-    if isinstance(named, str) or before is not None:  # what the values were read from, for the trial's log
+    if isinstance(named, str) or before is not None:  # the source of the values, for the trial's log
         content["data"][LOCK_SECTION]["ds_config"] = Path(named).name if isinstance(named, str) else before
     path = RunFolder(folder).config_lock
     head = f"# All that is needed to repeat this run: zero-trial run {path.name}\n"
@@ -72,7 +72,7 @@ def write_lock(
 
 
 def read_lock(text: str, path: Path) -> dict[str, Any]:
-    """Return the content of a lock; nothing where ``text`` is empty. Raises ConfigError."""
+    """Return the content of a lock; empty if ``text`` is empty. Raises ConfigError."""
     return dict(read_yaml(text, str(path)).value) if text else {}
 
 

@@ -127,7 +127,7 @@ def publish(temporary: Path, final: Path) -> None:
     replaced.
 
     The parent is flushed, so that the name survives a power failure. Raises CheckpointError if
-    something that is not a checkpoint has the name.
+    another file or folder has the name.
     """
     aside = None
     if final.exists() and not _is_checkpoint(final):

@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"\d{4,}")
 
 
 class RunStatus(Enum):
-    """What the files in a folder say of the run in it."""
+    """The state of a run, from the files in its folder."""
 
     NONE = "there is no run"
     UNFINISHED = "running, or killed"
@@ -33,13 +33,13 @@ class RunStatus(Enum):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder. Every name of a file in it is written here and nowhere else."""
+    """A run's folder. All file names in it are defined only here."""
 
     path: Path
 
     @property
     def config_lock(self) -> Path:
-        """All that is needed to repeat the run, written before its first rank starts."""
+        """Everything needed to repeat the run, written before its first rank starts."""
         return self.path / "config.lock.yaml"
 
     @property
@@ -85,7 +85,7 @@ class RunFolder:
 
     @property
     def lock(self) -> Path:
-        """The file that the run lock is taken on."""
+        """The file of the run lock."""
         return self.path / "held"
 
     @property
@@ -116,7 +116,7 @@ class RunFolder:
         return any(read_json(path).get("exit_code") != Preempted.exit_code for path in self.error_files())
 
     def status(self) -> RunStatus:
-        """Return how the run in this folder ended, by those of its files that can be read."""
+        """Return how the run in this folder ended, from its readable files."""
         if self.error_files():
             return RunStatus.FAILED if self.has_failed_ranks() else RunStatus.PREEMPTED
         if self.summary.is_file():
@@ -131,10 +131,10 @@ class ErrorRecord:
     default.
 
     Attributes:
-        message: what the user reads.
-        expected: the error is one of this package, whose message says what to do.
+        message: text for the user.
+        expected: whether it is an error of this package, whose message contains a fix.
         time: seconds since the epoch; the earliest error is the cause of the others.
-        step: optimizer steps that were complete, where the rank knew it.
+        step: completed optimizer steps, if the rank knew them.
     """
 
     rank: int = 0
@@ -180,7 +180,7 @@ def new_run_folder(root: Path) -> Path:
 
 
 def given_run_folder(folder: Path) -> Path:
-    """Make ``folder``, or take it when no run has begun in it. Raises ConfigError otherwise."""
+    """Create ``folder``, or use it if no run has begun in it. Raises ConfigError otherwise."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError("this is a file", where="--run-dir", got=str(folder), expected="a folder")
     if RunFolder(folder).has_run():
@@ -224,7 +224,7 @@ def _refused(error: OSError, folder: Path, where: str, fix: str) -> ConfigError:
         (path for path in (*reversed(folder.parents), folder) if os.path.lexists(path) and not path.is_dir()), None
     )
     if isinstance(error, FileExistsError | NotADirectoryError) and there is not None:
-        # nothing to do with what may be written
+        # not a permission problem
         reason, fix = f"{there} is not a folder", f"Rename or remove {there}."
     return ConfigError(f"the run's folder cannot be created ({reason})", where=where, got=str(folder), fix=fix)
 

@@ -33,7 +33,7 @@ from zero_trial.trial.runtime.protocols import Distributed, OpenCheckpoint, on_r
 from zero_trial.util.files import remove_folder
 from zero_trial.util.text import spell_nonfinite
 
-# core copies TensorBoard files once a second at most, and skips what comes sooner
+# core copies TensorBoard files at most once a second, and skips earlier requests
 _TENSORBOARD_SECONDS = 1.1
 
 Show = Callable[[Mapping[str, Any]], None]
@@ -41,7 +41,7 @@ Show = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class TrialFacts:
-    """What the master says about this task's trial."""
+    """Facts about this task's trial from the master."""
 
     trial_id: str
     experiment_id: str
@@ -77,14 +77,14 @@ class UploadProcess:
         self._given_up = False
 
     def upload(self, src: str | os.PathLike[str], dst: str, paths: Collection[str] | None = None) -> None:
-        """Upload the folder ``src`` as ``dst``. Raises CheckpointError where that fails."""
+        """Upload the folder ``src`` as ``dst``. Raises CheckpointError if the upload fails."""
         request = {"storage": self._storage, "src": os.fspath(src), "dst": dst, "paths": paths and sorted(paths)}
         # a file and no pipe, whose end would be that of every process that was forked meanwhile
         with tempfile.TemporaryFile("w+") as answer:
             with self._start(answer) as process:
-                with suppress(BrokenPipeError):  # it has ended: the exit code tells
+                with suppress(BrokenPipeError):  # it has ended: see its exit code
                     os.write(cast("IO[str]", process.stdin).fileno(), json.dumps(request).encode() + b"\n")
-                process.wait()  # stdin stays open: where it ends, rank 0 has ended
+                process.wait()  # keep stdin open: its end means that rank 0 has ended
             answer.seek(0)
             fault = answer.read()
         if process.returncode:
@@ -104,7 +104,7 @@ class UploadProcess:
             return self._process
 
     def give_up(self) -> None:
-        """End an upload that is under way, and begin none any more."""
+        """Stop an upload in progress, and start no more."""
         with self._lock:
             self._given_up = True
             if self._process is not None:
@@ -145,7 +145,7 @@ class DeterminedCheckpoints:
             try:
                 block.close()
             except BaseException:
-                # core removes nothing, and the master may know of what is complete
+                # core removes nothing, and the master may know complete checkpoints
                 if temporary or not _is_complete(Path(path)):
                     remove_folder(Path(path))
                 raise
@@ -159,7 +159,7 @@ class DeterminedCheckpoints:
 
     @contextmanager
     def restore_path(self, storage_id: str) -> Iterator[Path]:
-        """Collective. Download once per host where the storage is not a file system."""
+        """Collective. Download once per host if the storage is not a file system."""
         restoring = self.core.checkpoint.restore_path(storage_id)
         try:
             path = restoring.__enter__()
@@ -201,7 +201,7 @@ class TensorboardSync:
             self._copy()
 
     def close(self) -> None:
-        """Copy what was written since the last copy, after the wait that core asks for."""
+        """Copy files written since the last copy, after the wait that core requires."""
         if self._has_files():
             self.sleep(max(0.0, self._last + _TENSORBOARD_SECONDS - self.clock()))
             self._copy()
@@ -311,7 +311,7 @@ def installed() -> bool:
 
 
 def trial_facts() -> TrialFacts | None:
-    """Return what the master says about this trial; None off a cluster."""
+    """Return the master's facts about this trial; None off a cluster."""
     if not installed():
         return None
     import determined
@@ -332,7 +332,7 @@ def trial_facts() -> TrialFacts | None:
 
 
 def require_facts() -> TrialFacts:
-    """Return ``trial_facts``. Raises ConfigError with what is missing."""
+    """Return ``trial_facts``. Raises ConfigError that names what is missing."""
     if not installed():
         raise ConfigError(
             "Determined is not installed in this image",
@@ -415,7 +415,7 @@ def harness_bases() -> tuple[type, type]:
 
 
 def upload() -> int:
-    """Upload what stdin asks for; print what is wrong."""
+    """Upload the folders requested on stdin; print errors."""
     request = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     from determined.common import storage
@@ -457,7 +457,7 @@ def prepare() -> None:
             runpy.run_module("determined.exec.prep_container", run_name="__main__", alter_sys=True)
             return
         except BadRequestException as error:
-            # no connection, or one that broke; other subclasses are answers of the master
+            # no connection, or a broken one; other subclasses are responses of the master
             if type(error) not in (BadRequestException, MasterNotFoundException) or time.monotonic() > until:
                 raise
             sys.stderr.write(f"the master is not reachable, retrying the preparation: {error}\n")

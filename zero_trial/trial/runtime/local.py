@@ -224,7 +224,7 @@ def agree_on_start(
 def _propose(
     damaged: Mapping[str, str], run_dir: Path | None, resume: Path | None, warm_start: Path | None
 ) -> dict[str, Any]:
-    """Return the next candidate, or the first fault where all are damaged; on rank 0."""
+    """Return the next candidate, or the first fault if all are damaged; on rank 0."""
     try:
         start = starting_point(run_dir, resume, warm_start, apart_from=damaged)
     except CheckpointError:
@@ -242,6 +242,6 @@ def verify_checkpoint(folder: Path, index: int, count: int) -> str | None:
             CheckpointReader(manifest.parent).verify(index, count, load_follows=True)
     except CheckpointError as error:
         return str(error)
-    except OSError as error:  # perhaps on this rank alone: the others wait for its answer
+    except OSError as error:  # perhaps only on this rank: the others wait for its result
         return f"rank {index} cannot read {folder} ({error.strerror or error})"
     return None

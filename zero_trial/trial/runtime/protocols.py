@@ -22,7 +22,7 @@ AllGather = Callable[[Any], list[Any]]
 
 
 def alone(value: Any) -> list[Any]:
-    """Return the values of a world of one, through JSON as those of many."""
+    """Return the values of a world of one rank, passed through JSON as with several ranks."""
     return [json.loads(json.dumps(value))]
 
 
@@ -123,7 +123,7 @@ class OpenCheckpoint:
                 return state is not None
 
     def abandon(self) -> None:
-        """Give it up; local. A commit that nothing can interrupt any more is waited for."""
+        """Abandon the checkpoint; local. Waits for a commit that can no longer be interrupted."""
         if self._thread is not None:
             self.interrupt()
             self._thread.join()
@@ -132,7 +132,7 @@ class OpenCheckpoint:
 
 
 def on_rank_0(distributed: Distributed, act: Callable[[], Any]) -> Any:
-    """Collective. Return, or raise, on every rank what ``act`` does on rank 0."""
+    """Collective. Run ``act`` on rank 0; return its result, or raise its error, on every rank."""
     outcome, cause = None, None
     if distributed.rank == 0:
         try:
@@ -146,7 +146,7 @@ def on_rank_0(distributed: Distributed, act: Callable[[], Any]) -> Any:
 
 
 def fault_text(error: BaseException, where: str | None = None) -> str:
-    """Return the words in which every rank raises what has failed on rank 0, or at ``where``."""
+    """Format an error of rank 0, or of ``where``, so that every rank can raise the same message."""
     if isinstance(error, ZeroTrialError):
         return str(error)
     fix, words = "Earlier checkpoints are unaffected.", f"{type(error).__name__}: {error}"
@@ -161,7 +161,7 @@ class CheckpointStore(Protocol):
 
     def begin(self, metadata: Mapping[str, Any]) -> OpenCheckpoint:
         """Collective. Open a folder to write into, which becomes a checkpoint when it is committed.
-        Where rank 0 cannot make it, every rank raises CheckpointError.
+        If rank 0 cannot create it, every rank raises CheckpointError.
 
         ``metadata`` holds ``steps_completed`` and whatever else describes the checkpoint
         (JSON-able).
@@ -174,7 +174,7 @@ class CheckpointStore(Protocol):
         """Delete, if that is up to this platform, every checkpoint of this trial that is not named;
         rank 0 only.
 
-        Does nothing where the cluster deletes checkpoints.
+        Does nothing if the cluster deletes checkpoints.
         """
 
 
@@ -196,7 +196,7 @@ class Platform(Protocol):
 
     @property
     def model_dir(self) -> Path:
-        """Return the folder where relative paths of the experiment config start."""
+        """Return the base folder of relative paths in the experiment config."""
 
     @property
     def seed(self) -> int: ...

@@ -41,7 +41,7 @@ Context = TypeVar("Context", bound=ZeroTrialContext)
 
 @dataclass
 class RankState:
-    """Hold what a rank knows about itself so far; errors are recorded with it.
+    """The state of a rank so far; errors are recorded with it.
 
     ``folder``: the run's, None on a cluster. ``watch``: rank 0 watches the memory of its engine.
     """
@@ -59,7 +59,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Trained:
-    """A trial that ran to an end, and what was measured of its memory."""
+    """A trial that has ended, and its memory measurements."""
 
     outcome: Outcome
     trial: ZeroTrial
@@ -90,7 +90,7 @@ def open_context(
     engine_factory: EngineFactory,
     make: Callable[[Platform, EngineFactory, torch.device], Context],
 ) -> Context:
-    """Seed everything, and make the context of the trial that is built next."""
+    """Seed everything, and create the context of the trial that is built next."""
     # The interpreter ends without a search for garbage, since the memory is freed anyway. There
     # are 300 000 objects to look at: a second in every trial of a search, four fifths of the time
     # between a rank's last line and its exit.
@@ -183,7 +183,7 @@ def print_error(error: BaseException) -> None:
     it. A run that was asked to stop, and has saved, is not an error.
     """
     text = error_text(error)
-    write_error_file(text, printed=True)  # first: what is printed is then surely in the file
+    write_error_file(text, printed=True)  # first, so that a printed error is certainly in the file
     first, *rest = text.splitlines()
     label = "stopped" if isinstance(error, Preempted) else "error  "
     lines = [f"{label} {first.removeprefix('stopped ')}", *(f"        {line}" for line in rest)]
@@ -251,7 +251,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 class EventLog:
-    """Prints a trial's events as lines, where no launcher follows them.
+    """Prints a trial's events as lines if no launcher follows them.
 
     ``live``: one moving line for the steps; None decides by whether ``stream`` is a terminal.
     """
@@ -275,6 +275,6 @@ class EventLog:
 
 
 def done_event(outcome: Outcome, figures: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the last event of a trial, with its figures where no file has them."""
+    """Return the last event of a trial, with its figures if no file has them."""
     event = {"kind": "done", "step": outcome.step, "total_steps": outcome.total_steps, "end": outcome.end.value}
     return {**event, "checkpoint": outcome.checkpoint, **({"figures": dict(figures)} if figures else {})}

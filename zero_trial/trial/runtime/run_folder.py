@@ -181,7 +181,7 @@ def open_folder(
 
 @contextmanager
 def lock_run_together(folder: Path, ranks: Distributed) -> Iterator[None]:
-    """Collective at its beginning. Take the run lock on rank 0, or raise ConfigError on all."""
+    """Acquire the run lock on rank 0, or raise ConfigError on all ranks. Collective at entry."""
     with ExitStack() as stack:
         fault: str | None = None
         if ranks.rank == 0:
@@ -196,7 +196,7 @@ def lock_run_together(folder: Path, ranks: Distributed) -> Iterator[None]:
 
 
 def forget_errors(state: RankState) -> None:
-    """Remove this rank's earlier error; on rank 0 also those of ranks that are no more."""
+    """Remove this rank's earlier error; on rank 0 also those of ranks that no longer exist."""
     if state.folder is None:
         return
     env = state.env

@@ -115,7 +115,7 @@ def finish_task(trained: Trained, platform: DeterminedPlatform) -> None:
     """Collective. Print a trained trial's figures; those of its memory go to the master."""
     if trained.watch is not None and (kept := trained.watch.summary()):
         platform.keep(kept)
-    # A preempted trial goes on later: its figures are those of a part.
+    # A preempted trial continues later: its figures are partial.
     figures = figures_of(trained) if trained.outcome.end is not End.PREEMPTED else {}
     if platform.distributed.rank == 0:
         platform.emit(done_event(trained.outcome, figures))
@@ -129,7 +129,7 @@ def is_invalid_hp(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class _HarnessContext:
-    """Holds what the harness gives a trial. Only the open core.Context in it is used."""
+    """The objects that the harness passes to a trial. Only its open core.Context is used."""
 
     core: Any
     env: Any

@@ -254,7 +254,7 @@ class Trainer:
             context.note("profiling_enabled: this machine's load is only reported on a cluster")
         outcome = Controller(self._trial, context, settings).run()
         context.outcome = outcome
-        if outcome.checkpoint is not None:  # the next fit goes on from there
+        if outcome.checkpoint is not None:  # the next fit continues from there
             context.platform = context.platform.resumed_at(outcome.checkpoint, outcome.step)
         trained = Trained(outcome, self._trial, context, context.state.watch)
         if isinstance(context.platform, LocalPlatform):

@@ -139,8 +139,8 @@ def build_engine(
 def _begin(
     model: nn.Module, settings: DsConfig, mesh: Mesh, device: torch.device, lr_scheduler: Any, *, has_parameters: bool
 ) -> tuple[tuple[ResolvedConfig, PackedWeights], Facts]:
-    """Resolve ds_config, build a pipeline's layers, and refuse models that are not to be trained:
-    what each rank does alone. ``has_parameters``: of :func:`build_layers`."""
+    """Resolve ds_config, build a pipeline's layers, and refuse untrainable models. Local.
+    ``has_parameters``: see :func:`build_layers`."""
     require_one_scheduler(lr_scheduler, settings)
     resolved = resolve_config(settings, mesh.data.size, device.type)
     if isinstance(model, PipelineModule):
@@ -158,7 +158,7 @@ def _plan_optimizer(
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None,
     model_parameters: Iterable[Any] | None,
 ) -> OptimizerPlan | None:
-    """Decide what the client's optimizer, or ds_config's, is built over; None without either."""
+    """Return the plan of the client's or ds_config's optimizer; None without either."""
     trains = optimizer is not None or settings.optimizer is not None
 
     def find() -> tuple[Groups, Facts]:
@@ -182,9 +182,9 @@ def _plan_optimizer(
 def _build_optimizer(
     sharded: ShardedModel, outcome: StepOutcome, plan: OptimizerPlan, offload: OffloadPlan, ema: EmaSection | None
 ) -> ShardedOptimizer:
-    """Build the optimizer over this rank's pieces and whole tensors: the client's object, made to
-    step on them, or what builds one over them. Collective over shard where a callable gets whole
-    tensors, whose values it may read."""
+    """Build the optimizer over this rank's pieces and whole tensors: rebind the client's object to
+    them, or call its factory. Collective over shard if a factory gets whole tensors, because it may
+    read their values."""
     buffers, shard = sharded.grad_buffers, sharded.mesh.shard
     names = [name for name, _ in sharded.module.named_parameters()]
     most = math.inf if plan.at_once else ROUND

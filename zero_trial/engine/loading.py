@@ -1,8 +1,8 @@
 """Read a checkpoint into an engine, on any number of ranks and at any ZeRO stage; see
 :mod:`zero_trial.engine.saving` for its content.
 
-On as many ranks as saved it, a resumed run has the bits of the unbroken one. For other numbers of
-ranks see :func:`_read_rank_state`.
+On the same number of ranks, a resumed run is bit-identical to an uninterrupted run. For other
+numbers of ranks see :func:`_read_rank_state`.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def find_checkpoint(world: AxisComm, directory: Path, tag: str | None) -> Checkp
     there is none at all. Collective.
 
     Each rank hashes its share of the files, so that no rank waits for another to read a whole
-    checkpoint. Raises CheckpointError where ``tag`` is damaged, or all are: a run that starts
-    afresh then was not meant to.
+    checkpoint. Raises CheckpointError if ``tag`` is damaged, or all checkpoints are, because
+    starting from scratch would not be intended.
     """
     listed = fail_together(
         world, lambda: _candidates(directory, tag) if world.index == 0 else ([], []), "find checkpoint"
@@ -131,7 +131,7 @@ def _candidates(directory: Path, tag: str | None) -> tuple[list[str], list[str]]
     refuse_deepspeed(directory, tag)
     if tag is not None:
         return [str(checkpoint_folder(directory, tag))], []
-    if (directory / MANIFEST_NAME).is_file():  # a run that starts afresh here was not meant to
+    if (directory / MANIFEST_NAME).is_file():  # starting from scratch would not be intended
         raise CheckpointError(
             "this is a checkpoint, not a folder of checkpoints",
             where=f"load_checkpoint({str(directory)!r})",
@@ -229,8 +229,8 @@ def _read_optimizer(
 ) -> None:
     names = CheckpointNames(engine)
     _require_same_optimizer(optimizer, reader, state, engine.mesh.rank)
-    # what a class of the same name counts in its groups (schedule-free's k) may come with its first
-    # step
+    # counters in the groups of a class of the same name (schedule-free's k) may only appear with
+    # its first step
     same_class = (
         state["optimizer"] is not None and state["optimizer"]["class"] == optimizer.state_by_tensor.identity()["class"]
     )
@@ -284,8 +284,8 @@ def _read_average(
 def _whole_states(
     engine: EngineAccessors, optimizer: ShardedOptimizer, reader: CheckpointReader, saved: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Read the state of the tensors that this rank updates whole, as far as it was saved whole: by
-    name, on the device where it belongs."""
+    """Read the state of the tensors that this rank updates whole, if it was saved whole: by name,
+    on its target device."""
     names, found = CheckpointNames(engine), {}
     for name in optimizer.state_by_tensor.whole_names:
         own = saved.get(names.param(name))
@@ -339,10 +339,10 @@ def _read_rank_state(engine: EngineAccessors, reader: CheckpointReader) -> None:
     """Restore the random generators of this rank, and its own values of buffers that differ between
     ranks.
 
-    Rank r takes the generators of saved rank r: torch's, CUDA's, Python's and numpy's. On more
-    ranks than saved them all keep those of this run's seed: two ranks must not draw the same
-    numbers, and a generator that all ranks share must stay shared. Own buffers are restored only on
-    as many ranks as saved them; elsewhere they have rank 0's values.
+    Rank r restores the generators of saved rank r: torch's, CUDA's, Python's and numpy's. On more
+    ranks than in the checkpoint, all ranks keep the generators of this run's seed, because two
+    ranks must not draw the same numbers, and a generator that all ranks share must stay shared.
+    Such buffers are only restored on the same number of ranks; otherwise they get rank 0's values.
     """
     saved, rank, size = reader.manifest.rank_state, engine.mesh.rank, engine.mesh.world.size
     lost = ["random generators start from this run's seed"] if len(saved) < size else []
@@ -356,14 +356,14 @@ def _read_rank_state(engine: EngineAccessors, reader: CheckpointReader) -> None:
     if len(saved) == size:
         buffers = dict(CheckpointNames(engine).buffers())
         for name, value in own["buffers"].items():
-            # else the model has lost it since, and the caller loads with load_module_strict=False
+            # else the model no longer has it, and the caller loads with load_module_strict=False
             if name in buffers:
                 buffers[name].copy_(value)
     restore_rng(own["rng"], engine.device)
 
 
 def refuse_deepspeed(directory: Path, tag: str | None) -> None:
-    """Raise CheckpointError for DeepSpeed's saves: the run was meant to go on from them."""
+    """Raise CheckpointError for DeepSpeed's saves, from which the run was meant to continue."""
     folder = directory / (tag or "")
     if not folder.is_dir() or (folder / MANIFEST_NAME).is_file():
         return

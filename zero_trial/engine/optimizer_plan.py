@@ -1,14 +1,14 @@
-"""What an optimizer's class does with tensors, as far as it can be known before it trains: whether
-it works element by element, and whether it couples tensors.
+"""How an optimizer's class treats tensors, as far as known before training: whether it works
+element by element, and whether it couples tensors.
 
-    known elementwise (torch's Adam, SGD ... and ours)      flat pieces, cut anywhere
+    known elementwise (torch's Adam, SGD ... and ours)      flat pieces, split anywhere
     ``elementwise = True`` on the class, or ds_config's     flat pieces
     zero_optimization.elementwise_optimizer
     every other class                                       whole tensors, each with one owner
     ... that couples (a global norm inside step())          whole tensors, one owner for all
 
-Coupling is found by a probe: the same optimizer takes a few steps on tiny tensors, together and
-each by itself, with the same gradients.
+Coupling is detected by a probe: the same optimizer takes a few steps on tiny tensors, together and
+separately, with the same gradients.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ log = logging.getLogger("zero_trial")
 
 Make = Callable[[Groups], torch.optim.Optimizer]
 
-# torch's classes that look at one tensor at a time.
+# torch's classes that update each tensor independently.
 _BY_TENSOR = frozenset({torch.optim.Adafactor, torch.optim.Muon})
 
-# torch's own classes whose step treats every element by itself.
+# torch's own classes whose step treats every element independently.
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
         *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax),
@@ -66,7 +66,7 @@ _ROUNDING = 5e-7  # of weights up to 4
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """Return whether this class may work on flat pieces of tensors: its ``elementwise`` attribute,
-    else whether it is known to, or derived from one that is without a step of its own."""
+    else whether it is known to, or inherits its step from a class that is known to."""
     declared = getattr(optimizer_class, "elementwise", None)
     if isinstance(declared, bool):
         return declared
@@ -103,11 +103,11 @@ class _Kind(NamedTuple):
 
 
 def probe(make: Make, groups: Sequence[Mapping[str, Any]]) -> tuple[bool | None, str]:
-    """Return whether the update of one tensor depends on others; or None, and why it could not be
-    tried out.
+    """Return whether the update of one tensor depends on others; or None, and why this could not be
+    tested.
 
-    Steps ``make``'s optimizer on tiny tensors of the kinds that ``groups`` hold, together and one
-    by one. Leaves the random generators as they were.
+    Steps ``make``'s optimizer on tiny tensors of the kinds in ``groups``, together and one by one.
+    Restores the random generators.
     """
     kinds: list[_Kind] = []
     for index, group in enumerate(groups):
@@ -135,9 +135,9 @@ def probe(make: Make, groups: Sequence[Mapping[str, Any]]) -> tuple[bool | None,
 def _train(
     make: Make, groups: Sequence[Mapping[str, Any]], kinds: Sequence[_Kind], chosen: Sequence[int]
 ) -> list[dict[str, torch.Tensor]]:
-    """Return for each of ``chosen``, after some steps, how far it has moved, its state, and what
-    its group and the optimizer count: a coupling may show there long before it shows in the weights
-    (D-adaptation)."""
+    """Return for each of ``chosen``, after some steps, its change, its state, and the counters of
+    its group and of the optimizer, where a coupling may be visible long before it affects the
+    weights (D-adaptation)."""
     starts: dict[int, torch.Tensor] = {}
     weights: dict[int, nn.Parameter] = {}
     own: list[list[nn.Parameter]] = [[] for _ in groups]
@@ -184,11 +184,10 @@ def _alike(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -
 
 
 def again(optimizer: torch.optim.Optimizer) -> Make:
-    """Return what makes another optimizer of the class and settings of ``optimizer``.
+    """Return a factory of optimizers with the class and settings of ``optimizer``.
 
-    The result raises TypeError where it would not step as ``optimizer`` does: the class needs
-    arguments that are not settings, an attribute is another number, or the step was changed from
-    outside.
+    The factory raises TypeError if its optimizer would not step like ``optimizer``: the class needs
+    arguments that are not settings, an attribute differs, or the step was replaced.
     """
     known = inspect.signature(type(optimizer).__init__).parameters
     free = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
@@ -213,8 +212,8 @@ def _is_plain(value: object) -> bool:
 
 
 def stand_ins(groups: Sequence[Mapping[str, Any]]) -> tuple[Groups, dict[int, nn.Parameter]]:
-    """Return the groups over tensors of zeros in the parameters' shapes, which take no memory, and
-    the parameters by their ids: a callable is asked with them what it makes of these."""
+    """Return the groups over zeros in the parameters' shapes, which take no memory, and the
+    parameters by the ids of these, to find out which groups a callable builds."""
     known: dict[int, nn.Parameter] = {}
     own: list[list[nn.Parameter]] = [[] for _ in groups]
     for params, group in zip(own, groups, strict=True):
@@ -227,11 +226,11 @@ def stand_ins(groups: Sequence[Mapping[str, Any]]) -> tuple[Groups, dict[int, nn
 
 
 def regrouped(optimizer: torch.optim.Optimizer, groups: Groups, known: Mapping[int, nn.Parameter]) -> Groups | None:
-    """Return the groups that a callable made out of stand-ins, over the parameters; None where they
-    are those that it was given.
+    """Return the groups that a callable built from stand-ins, over the parameters; None if it used
+    the given groups.
 
-    It has looked at shapes, which flat pieces do not have. Raises ConfigError for a callable that
-    takes other tensors than it is given, such as the model's own parameters: nothing would train.
+    The callable has seen shapes, which flat pieces do not have. Raises ConfigError if it uses other
+    tensors than the given ones, such as the model's own parameters, because nothing would train.
     """
     strangers = sum(id(param) not in known for group in optimizer.param_groups for param in group["params"])
     if strangers:
@@ -259,11 +258,11 @@ class OptimizerPlan:
 
     Args:
         groups: of parameters, with their settings.
-        whole: those of the groups whose tensors are not cut.
-        make: builds the optimizer, unless ``client`` is it.
-        one_owner: one rank updates all tensors, since its step couples them.
-        at_once: it is stepped once per step, with everything: its class may count its steps, or
-            couple tensors.
+        whole: the groups whose tensors are not split.
+        make: builds the optimizer, unless it is ``client``.
+        one_owner: one rank updates all tensors, because the optimizer's step couples them.
+        at_once: the optimizer is stepped once per step, with all tensors, because its class may
+            count its steps or couple tensors.
         work: of updating a whole tensor of a shape.
     """
 
@@ -285,11 +284,11 @@ class OptimizerPlan:
 def plan_optimizer(
     optimizer: torch.optim.Optimizer | Make | None, groups: Groups, model: nn.Module, settings: DsConfig, mesh: Mesh
 ) -> OptimizerPlan:
-    """Decide what the optimizer gets: flat pieces, or whole tensors. Local and the same on every
-    rank; rank 0 logs a line about what is not usual.
+    """Decide whether the optimizer gets flat pieces or whole tensors. Local and the same on every
+    rank; rank 0 logs unusual decisions.
 
     Args:
-        optimizer: the client's, or what builds one from parameter groups; None for ds_config's.
+        optimizer: the client's, or a factory from parameter groups; None for ds_config's.
 
     Raises ConfigError for an optimizer that cannot be stepped here.
     """
@@ -415,11 +414,11 @@ def _work_of(optimizer_class: type) -> Work:
 
 
 def made_by_client(plan: OptimizerPlan, weights: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
-    """Build the client's optimizer over the tensors that this rank owns. Raises ConfigError where
-    its code fails with these: they may be none of a kind.
+    """Build the client's optimizer over the tensors that this rank owns. Raises ConfigError if its
+    code fails with them, for example because a kind of tensor is missing.
 
-    A rank that owns none builds it over tensors of the model's shapes and steps nothing: a class
-    with others inside may not take an empty list.
+    A rank without tensors builds it over stand-ins of the model's shapes and steps nothing, because
+    a class that wraps other optimizers may not accept an empty list.
     """
     count = sum(map(len, weights))
     try:

@@ -1,15 +1,15 @@
 """Write an engine into a checkpoint. Its logical tensors:
 
-    param/<name>           every parameter; its master where there is one
+    param/<name>           every parameter; its master if it has one
     state/<kind>/<name>    optimizer state with one value per element (exp_avg ...), or of any shape
                            for a tensor that is updated whole
     buffer/<name>          buffers of the first rank that has them
-    rank<i>/...            what differs between ranks: random generators, buffers that are not the
-                           first rank's
+    rank<i>/...            values that differ between ranks: random generators, buffers that differ
+                           from the first rank's
 
-No name mentions a shard. Where models are parallel themselves (``mesh.model``, or a client's
-``mpu`` with several data-parallel groups) ranks hold other tensors under the same names; then the
-first three are below ``part<i>of<n>/``, and are read only by as many parts.
+No name mentions a shard. If models are parallel themselves (``mesh.model``, or a client's ``mpu``
+with several data-parallel groups), ranks hold different tensors under the same names; then the
+first three are below ``part<i>of<n>/``, and can only be read by the same number of parts.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 @contextmanager
 def state_at_hand(engine: EngineAccessors, label: str) -> Iterator[None]:
-    """Make masters and optimizer state readable and writable inside the block, wherever they live.
+    """Make masters and optimizer state readable and writable inside the block, also if they are
+    offloaded.
 
-    Collective: a rank whose disk does not give them, or does not take them back, ends the block on
-    every rank. Raises TrialError while averages replace the weights.
+    Collective: if a rank's disk cannot read or write them, every rank raises. Raises TrialError
+    while averages replace the weights.
     """
     if engine.optimizer is not None:
         engine.optimizer.require_trained_weights(label.partition(" ")[0])
@@ -110,12 +111,12 @@ class CheckpointNames:
         return {alias: name for stage in stages for alias, name in stage.items()}
 
     def facts(self, count: int) -> dict[str, Any]:
-        """Collect what other programs and readers need to know of the whole model, or of this part
-        of it. Collective over pipe.
+        """Collect metadata of the whole model, or of this part of it, for other programs and
+        readers. Collective over pipe.
 
-        names_of_groups: the parameters of each of ``count`` optimizer groups, where there are
-        several; dtypes: that in which the model computes with a parameter, where it is not float32:
-        masters do not tell; frozen: the parameters that are not trained.
+        names_of_groups: the parameters of each of ``count`` optimizer groups, if there are several;
+        dtypes: the dtype of a parameter in the model if it is not float32, because only the master
+        is saved; frozen: the parameters that are not trained.
         """
         own_groups: list[list[str]] = [[] for _ in range(count)]
         for group in self._engine.sharded.groups:
@@ -168,12 +169,12 @@ def stored_parts(engine: EngineAccessors) -> list[StoredPart]:
 
 
 def copied_later(engine: EngineAccessors) -> dict[tuple[str, int], ParamGroup | None]:
-    """Return the parts that a save in the background does not copy at the call, between steps: by
-    stored name and start, the group before whose next update it is copied; None for what is in a
-    file, and is written at the call.
+    """Return the parts that a background save does not copy during the call: by stored name and
+    start, the group before whose next update the part is copied; None for a part in a file, which
+    is written during the call.
 
-    What shares memory with a parameter is copied at the call: ``param.data.clamp_()`` triggers no
-    check.
+    Memory shared with a parameter is copied during the call, because ``param.data.clamp_()``
+    triggers no check.
     """
     found: dict[tuple[str, int], ParamGroup | None] = {}
     for part in stored_parts(engine):
@@ -215,8 +216,8 @@ def save_state(
     """Write ``directory/tag`` (default ``global_stepN``), or let ``background`` write it.
     Collective over the world: every rank must call.
 
-    In the middle of an accumulation the checkpoint is that of the last step, with a warning: the
-    gradients since are no part of it, and a resumed run sees those micro-batches again.
+    In the middle of an accumulation the checkpoint is of the last step, with a warning: it does not
+    contain later gradients, and a resumed run trains on those micro-batches again.
     """
     if client_state is not None and not isinstance(client_state, Mapping):
         raise TrialError(
@@ -226,7 +227,7 @@ def save_state(
             expected="a dict or None",
         )
     engine.sharded.moved.require_here("engine.save_checkpoint", ("optim_states", "hp_params", "lp_params"))
-    # before state is at hand, which brings into memory what is in files
+    # before state_at_hand, which loads files into memory
     later = copied_later(engine) if background is not None else {}
     with state_at_hand(engine, "save_checkpoint called by every rank"):
         _save(engine, directory, tag, dict(client_state or {}), without_frozen, background, later)
@@ -309,10 +310,10 @@ def _warn_of_other_runs(engine: EngineAccessors, directory: Path) -> None:
 
 
 def _warn_of_own_rates(engine: EngineAccessors) -> None:
-    """Log a warning where ranks have learning rates of their own, as a scheduler gives them that
-    each rank steps with its own metric. Collective over data."""
+    """Log a warning if learning rates differ between ranks, e.g. because each rank steps a
+    scheduler with its own metric. Collective over data."""
     data, groups = engine.mesh.data, engine.optimizer.param_groups if engine.optimizer is not None else []
-    # Adafactor finds its own where it has None
+    # Adafactor computes its own rate if lr is None
     rates = [float(rate) for group in groups if (rate := group.get("lr")) is not None]
     everyone = data.gather_json(rates, "learning rates")
     odd = next((index for index, rates in enumerate(everyone) if rates != everyone[0]), 0)
@@ -335,8 +336,8 @@ def frozen_names(engine: EngineAccessors) -> set[str]:
 
 
 def _weights_and_state(engine: EngineAccessors, without_frozen: bool) -> Iterator[Slice]:
-    """Yield this rank's parts of parameters and of optimizer state; of replicas only the first
-    gives them. State of tensors that are updated whole is in :func:`_whole_states`."""
+    """Yield this rank's parts of parameters and of optimizer state, only on the first replica.
+    State of tensors that are updated whole is in :func:`_whole_states`."""
     names, manual_groups, table = CheckpointNames(engine), engine.sharded.manual_groups, stored_parts(engine)
     if engine.mesh.coordinates["replica"] != 0:
         return
@@ -384,7 +385,7 @@ def _whole_states(engine: EngineAccessors) -> tuple[dict[str, Any], list[Slice]]
             tree, tensors = encode_state(state, f"optimizer state of {name}:")
             kinds = {place: place.partition(":/")[2].replace("/", ".") for place in tensors}
             on_device = [kinds[place] for place, tensor in tensors.items() if not tensor.is_cpu]
-            # an orthogonal factor lies by columns; a product with it has other bits by rows
+            # an orthogonal factor is column-major; in row-major order its products have other bits
             strides = {kinds[place]: list(each.stride()) for place, each in tensors.items() if not each.is_contiguous()}
             trees[names.param(name)] = {"state": _renamed(tree, kinds), "on_device": on_device, "strides": strides}
             slices += [Slice.whole(names.state(kinds[place], name), tensors[place].contiguous()) for place in tensors]
@@ -437,8 +438,8 @@ def _engine_state(engine: EngineAccessors, client_state: dict[str, Any]) -> dict
 
 
 def _optimizer_facts(engine: EngineAccessors) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Collect scalar state by group, and the kinds of other state: from all ranks, for a rank's
-    shards may hold nothing of a group. Collective."""
+    """Collect scalar state by group, and the kinds of other state, from all ranks, because a rank's
+    shards may contain nothing of a group. Collective."""
     optimizer = engine.optimizer
     scalars = optimizer.state_by_tensor.scalars() if optimizer is not None else {}
     kinds = sorted({part.kind for part in stored_parts(engine)} - {"master"})
@@ -448,7 +449,7 @@ def _optimizer_facts(engine: EngineAccessors) -> tuple[dict[str, dict[str, float
 
 
 def _own_state(engine: EngineAccessors) -> dict[str, Any]:
-    """Collect what belongs to this rank alone: random generators, running statistics."""
+    """Collect state that only this rank has: random generators, running statistics."""
     names, different = CheckpointNames(engine), {}
     for name, buffer in names.buffers():
         reference = buffer.detach().clone()

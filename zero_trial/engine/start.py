@@ -119,7 +119,7 @@ def initialize(
     except ConfigError as error:
         if is_distributed():
             _tell_others(error)
-        # it names file, line and key: how they were read is of no use
+        # drop the traceback: the error already names file, line and key
         raise error.with_traceback(None) from None
     mesh = _join_ranks(settings, mpu, distributed_port, dist_init_required)
     require_mesh(mesh_param, mesh, settings)
@@ -172,8 +172,8 @@ def read_settings(args: Any, model: nn.Module | None, config: Any, config_params
 
 
 def given_once(**names: Any) -> Any:
-    """Return the one argument among ``names`` that is not None, or None. Raises ConfigError where
-    several are given: they are names of one thing."""
+    """Return the only argument among ``names`` that is not None, or None. Raises ConfigError if
+    several are given, because they are aliases."""
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
         raise ConfigError("two names for one argument", where="initialize()", got=" and ".join(given), fix="Pass one.")
@@ -226,7 +226,7 @@ def _log_start(engine: Engine, settings: DsConfig) -> None:
 
 
 def _tell_others(error: ConfigError) -> None:
-    """Tell the other ranks of the process group that this one has no ds_config to start with.
+    """Report to the other ranks of the process group that this rank has no valid ds_config.
     Collective over the world, with :func:`_compare_starts` on the ranks that have one."""
 
     def fail() -> Facts:
@@ -237,9 +237,9 @@ def _tell_others(error: ConfigError) -> None:
 
 
 def _compare_starts(find: Callable[[], Facts], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
-    """Raise on every rank, before they build a mesh by what they have read, where ``find`` fails on
-    one or their facts differ: a rank alone would leave the others waiting. Collective over the
-    world."""
+    """Raise on every rank, before the ranks build a mesh from ds_config, if ``find`` fails on one
+    rank or their facts differ: otherwise a single failing rank would leave the others waiting.
+    Collective over the world."""
     if world_size() > 1:
         everyone = build_mesh(MeshShape(shard=world_size()), timeout=timeout, shared_memory=False)
         find_together(everyone, lambda: (None, find()))
@@ -269,9 +269,8 @@ def _join_ranks(settings: DsConfig, mpu: Any, port: int, required: bool | None) 
 
 # --- console --------------------------------------------------------------------------------------
 
-# The logger "zero_trial" gets a handler of its own where the program has set up no logging.
-# Progress goes to the standard output, warnings to the standard error; ``log_level`` is the level
-# from which on lines are shown.
+# The logger "zero_trial" gets its own handler if the program has not configured logging. Progress
+# goes to stdout, warnings go to stderr; ``log_level`` is the minimum level of shown lines.
 LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -282,11 +281,11 @@ LEVELS = {
 
 
 class ConsoleHandler(logging.Handler):
-    """One line per record. The streams are looked up when a record comes, so that a redirection
-    made later counts.
+    """Prints one line per record. The streams are looked up for each record, so that a later
+    redirection works.
 
-    It is silent where ``elsewhere`` returns True, as it does once the program has handlers of its
-    own on the root logger.
+    Prints nothing while ``elsewhere`` returns True, i.e. once the program has its own handlers on
+    the root logger.
     """
 
     def __init__(self, elsewhere: Callable[[], bool] = lambda: bool(logging.getLogger().handlers)) -> None:
@@ -304,8 +303,8 @@ class ConsoleHandler(logging.Handler):
 def open_console(
     level: str | None, logger: logging.Logger | None = None, handler: logging.Handler | None = None
 ) -> None:
-    """Show log lines from ``level`` (default info) on. A level that the program has set itself is
-    kept unless ``level`` is given.
+    """Show log lines of at least ``level`` (default info). A level that the program has set itself
+    is kept unless ``level`` is given.
 
     Raises ConfigError for an unknown level.
     """
@@ -322,16 +321,16 @@ def open_console(
 
 # --- CPU kernels: the same on all ranks -----------------------------------------------------------
 #
-# Kernels and plain torch round differently in the last bit, so copies of a weight on ranks that
-# differ would drift apart, and a run would depend on which rank was placed where.
+# Kernels and plain torch round differently in the last bit, so copies of a weight would diverge
+# between such ranks, and a run would depend on the placement of ranks.
 
 
 def agree_on_kernels(world: AxisComm) -> None:
-    """Use native kernels only where every rank has them; otherwise this process withdraws its own.
+    """Use native kernels only if every rank has them; otherwise disable them in this process.
     Collective over ``world``.
 
-    Rank 0 logs it. Raises KernelUnavailable on every rank where ZERO_TRIAL_OPS=native cannot be met
-    on all ranks.
+    Rank 0 logs this. Raises KernelUnavailable on every rank if ZERO_TRIAL_OPS=native is set but
+    not every rank has native kernels.
     """
     own: Backend[Any] | None = None
     trouble: KernelUnavailable | None = None

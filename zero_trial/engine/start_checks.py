@@ -1,4 +1,4 @@
-"""Check the model of :func:`initialize`, and what all ranks must have in common."""
+"""Checks of the arguments of :func:`initialize`: the model, and agreement between all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger("zero_trial")
 
 _T = TypeVar("_T")
 
-# of torch, which give each gradient to the other ranks, or keep the parameters in shards
+# torch's wrappers that send each gradient to the other ranks, or shard the parameters
 _REDUCING = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
@@ -48,8 +48,8 @@ def require_initialized(model: nn.Module) -> None:
 
 
 def require_not_wrapped(model: nn.Module) -> None:
-    """Raise ConfigError where torch already gives the gradients of the model, or of a part, to the
-    other ranks: they would be sent twice, and freed parameters would be found empty."""
+    """Raise ConfigError if torch already reduces the gradients of the model, or of a part of it:
+    they would be sent twice, and the wrapper would access freed parameters."""
     for name, module in model.named_modules():
         bases = type(module).__mro__
         if not any(param.requires_grad for param in module.parameters()):
@@ -79,8 +79,8 @@ def require_no_engine(model: nn.Module) -> None:
 
 
 def require_no_max_norm(model: nn.Module, trained: Iterable[nn.Parameter], ranks: int, *, freed: bool) -> None:
-    """Raise ConfigError for embeddings whose forward edits their weights (``max_norm``) where ranks
-    would do that each to other rows, or where the weights are ``freed`` after use."""
+    """Raise ConfigError for embeddings whose forward edits their weights (``max_norm``) if ranks
+    would edit different rows, or if the weights are ``freed`` after use."""
     ids = {id(param) for param in trained}
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
@@ -133,9 +133,9 @@ _FIXES = {
 
 
 def find_together(mesh: Mesh, find: Callable[[], tuple[_T, Facts]]) -> _T:
-    """Return the first of what ``find`` returns on this rank. Where it fails on a rank, that rank
-    raises its error, and the others TrialError; where the facts of data-parallel ranks differ, all
-    raise ConfigError. Collective over the world."""
+    """Return the first result of ``find`` on this rank. If it fails on a rank, that rank raises its
+    error, and the others TrialError; if the facts of data-parallel ranks differ, all raise
+    ConfigError. Collective over the world."""
     found, facts = start_together(mesh, find)
     rows = mesh.world.gather_row([mesh.data.ranks[0], checksum(facts)], "start")
     _require_equal(mesh.world, rows, facts)
@@ -143,7 +143,7 @@ def find_together(mesh: Mesh, find: Callable[[], tuple[_T, Facts]]) -> _T:
 
 
 def start_together(mesh: Mesh, act: Callable[[], _T]) -> _T:
-    """Return what ``act`` returns. Where it fails on a rank, that rank raises its error, and the
+    """Return the result of ``act``. If it fails on a rank, that rank raises its error, and the
     others TrialError. Collective over the world."""
     return fail_together(mesh.world, act, "start", _not_started)
 
@@ -158,8 +158,8 @@ def _not_started(fault: str) -> TrialError:
 
 
 def require_same(ranks: AxisComm, facts: Facts) -> None:
-    """Raise ConfigError, on every rank of ``ranks``, where their facts differ. Collective; a number
-    is compared, and facts travel only to be named."""
+    """Raise ConfigError, on every rank of ``ranks``, if their facts differ. Collective; checksums
+    are compared, and facts are only exchanged for the error."""
     _require_equal(ranks, ranks.gather_row([0, checksum(facts)], "start"), facts)
 
 
@@ -189,7 +189,7 @@ def _require_equal(ranks: AxisComm, rows: list[list[int]], facts: Facts) -> None
 
 
 def start_of(model: nn.Module, settings: DsConfig, resolved: ResolvedConfig) -> Facts:
-    """List the model's tensors, and what decides about the values of a step."""
+    """List the model's tensors, and the settings that affect the values of a step."""
     optimizer, scheduler = settings.optimizer, settings.scheduler
     decide = [
         f"zero_optimization.stage {settings.zero_optimization.stage}",
@@ -231,7 +231,7 @@ def _plain(value: Any) -> str:
 
 
 def log_dtypes(model: nn.Module, living: LivingDtypes, mesh: Mesh) -> None:
-    """Log a line for each way in which parameters and buffers are not what ds_config asks for."""
+    """Log a line for each way in which parameters and buffers differ from ds_config's dtypes."""
     if mesh.rank != 0:
         return
     params = dict(model.named_parameters())
@@ -254,7 +254,7 @@ def log_dtypes(model: nn.Module, living: LivingDtypes, mesh: Mesh) -> None:
 
 
 def log_untrained(model: nn.Module, trained: Iterable[nn.Parameter], mesh: Mesh) -> None:
-    """Log a warning if the optimizer lacks trainable parameters, as of a layer that came later."""
+    """Log a warning if the optimizer lacks trainable parameters, e.g. of a layer added later."""
     ids = {id(param) for param in trained}
     left = [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in ids]
     if left and mesh.rank == 0:
@@ -266,7 +266,7 @@ def log_untrained(model: nn.Module, trained: Iterable[nn.Parameter], mesh: Mesh)
 
 
 def log_model_parts(model: nn.Module, mesh: Mesh, resolved: ResolvedConfig) -> None:
-    """Log a warning if parts of a model clip or skip by themselves, or mark no shared ones."""
+    """Log a warning if parallel parts of a model clip or skip independently, or none is marked."""
     parts = mesh.model_part[1]
     if parts == 1 or mesh.rank != 0:
         return

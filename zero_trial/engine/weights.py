@@ -1,4 +1,4 @@
-"""Weights alone, as safetensors files: read as a model's first values (``initialize(model,
+"""Weights as safetensors files: read as a model's first values (``initialize(model,
 weights="folder")``, see ``read_shard`` in ``sharding/build_groups.py``), written
 (``engine.save_16bit_model``), and handed out (``engine.named_full_parameters``)."""
 
@@ -43,17 +43,16 @@ class StoredWeights:
     """The values of a model's parameters and persistent buffers in safetensors files, by the
     model's names.
 
-    Construction reads the headers alone. Collective over the world.
+    Construction only reads the headers. Collective over the world.
 
     Args:
         source: a file, or a folder with one or with several and an index.
-        prefix: stands before all of the model's names in the file; where no name in the file has
-            it, before all of the file's names in the model. Names in the file without it are not
-            read.
+        prefix: prefix of all of the model's names in the file; if no name in the file has it, of
+            all of the file's names in the model. Names in the file without it are not read.
 
     Raises ConfigError with every name that is missing, superfluous or of another shape, or whose
-    numbers are of a kind that the model's parameter does not hold; CheckpointError for a tied
-    parameter that has several names in the file and not one value.
+    dtype is of another kind than the model's; CheckpointError for a tied parameter that has several
+    names with different values in the file.
     """
 
     def __init__(
@@ -158,18 +157,18 @@ class StoredWeights:
 
 
 def _holds(dtype: str, stored: str) -> bool:
-    """Return whether a parameter of ``dtype`` takes ``stored`` numbers: a real one real numbers, a
-    complex one complex numbers too, and one that is neither all of them."""
+    """Return whether a parameter of ``dtype`` accepts ``stored`` numbers: a real one real numbers,
+    a complex one also complex numbers, and any other one all numbers."""
     if is_floating(dtype):
         return is_floating(stored)
     return not dtype.startswith("complex") or is_floating(stored) or stored.startswith("complex")
 
 
 def give_values(model: nn.Module, data: AxisComm, device: torch.device, *, by_files: bool) -> None:
-    """Prepare a model of which tensors lack values (on the meta device, or freed by an engine that
-    is gone) for an engine: with absent values where files hold them (``by_files``) or ``data``'s
-    first rank. Buffers that neither has are filled by their modules; parameters are refused. Other
-    tensors keep their values. Collective over ``data``. Raises ConfigError on every rank."""
+    """Prepare a model for an engine if tensors lack values (on the meta device, or freed by an
+    engine that no longer exists): values in files (``by_files``) or on ``data``'s first rank stay
+    absent until they are read. Modules fill buffers that neither has; such parameters are refused.
+    Other tensors keep their values. Collective over ``data``. Raises ConfigError on every rank."""
     named = list(itertools.chain(model.named_parameters(), model.named_buffers()))
     lacking = {name: tensor for name, tensor in named if lacks_values(tensor)}
     in_files = {name for name, _ in model.named_parameters()} | set(saved_buffers(model)) if by_files else set()
@@ -206,9 +205,9 @@ def _refuse_lacking(needed: Sequence[str], data: AxisComm) -> NoReturn:
 
 
 class FullTensors:
-    """The whole model's parameters by name, tied ones once: each is whole on every rank while it is
-    the current one, and group after group is gathered for it. In a pipeline, each stage sends its
-    own to the others, which hold one tensor at a time.
+    """Iterates over the whole model's parameters by name, tied ones once: each has its full value
+    on every rank while it is the current one; groups are gathered one after the other. In a
+    pipeline, each stage sends its parameters to the others, which hold one tensor at a time.
 
     Construction, and each step of an iteration to its end, are collective over the world.
 
@@ -269,7 +268,7 @@ class FullTensors:
             for name, tensor in left:
                 yield name, tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
         except GeneratorExit:
-            for _ in left:  # the other ranks go on, and gather with this one
+            for _ in left:  # the other ranks continue, and need this rank in their gathers
                 pass
             raise
 
@@ -290,8 +289,8 @@ def save_weights(engine: EngineAccessors, directory: Path, filename: str, *, wit
     """Write the whole model as one safetensors file in the parameters' dtype; tied names are stored
     once and listed in the metadata.
 
-    Collective over the world. One group at a time is whole, and no rank has the whole model, unless
-    modules make their state dict in a way of their own.
+    Collective over the world. One group at a time is gathered, and no rank has the whole model,
+    unless modules build their state dict themselves.
     """
     names = CheckpointNames(engine)
     aliases = names.aliases()
@@ -327,7 +326,7 @@ def _has_plain_state(module: nn.Module) -> bool:
 
 
 def _stream_weights(tensors: FullTensors, path: Path, metadata: Mapping[str, str], *, writes: bool) -> Exception | None:
-    """Write the file on rank 0, which ``writes``, tensor by tensor, and return why it could not be;
+    """Write the file on rank 0 (``writes``), tensor by tensor, and return the reason of a failure;
     the other ranks take part in the gathers. Collective over the world."""
     facts = {name: (dtype_of(dtype), shape) for stage in tensors.facts for name, dtype, shape in stage}
     # wide ones first, so that each is aligned in the file
@@ -401,8 +400,8 @@ def _whole_model(engine: EngineAccessors, own: dict[str, torch.Tensor]) -> dict[
     """Join the state dicts of all pipeline stages on the first; a tied weight is the same in each.
     Collective over pipe.
 
-    One tensor travels at a time. Where the pipe's backend takes no tensors of the host (NCCL
-    alone), it passes through the device.
+    One tensor is sent at a time. If the pipe's backend does not support host tensors (NCCL only),
+    it is copied to the device first.
     """
     pipe = engine.mesh.pipe
     if pipe.size == 1:

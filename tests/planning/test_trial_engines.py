@@ -91,7 +91,8 @@ def test_client_optimizers_and_generators_of_parameters() -> None:
     # SGD without momentum keeps nothing
     assert planned(subject, stepping(engine), batch()).plan().figures.optimizer == 0
     other = TrialEngines(2)
-    other.initialize(model=build("gpt"), config=ds_config(1), model_parameters=iter([]))
+    model = build("gpt")
+    other.initialize(model=model, config=ds_config(1), model_parameters=(param for param in model.parameters()))
 
 
 def test_a_trial_may_use_what_initialize_returns() -> None:

@@ -1,5 +1,5 @@
-"""The ops on CPU tensors: one call of the native library, or plain torch where there is none or
-where it does not take the tensors."""
+"""The ops on CPU tensors: one call of the native library, or plain torch if the library is missing
+or does not support the tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from zero_trial.ops.spec import CODES, NONE, OPTIMIZERS, OptimizerOp
 
 # ``struct ZtCall`` of csrc/cpu/call.h: isa, threads, n, p, g, type of g, two states, out, its type,
 # whether states are in bf16, key and place of the noise; then the fields of the op's struct as
-# doubles. To pack one block and pass one pointer takes a third of the time of passing twenty
+# doubles. Packing one block and passing one pointer takes a third of the time of passing twenty
 # arguments through ctypes.
 _HEAD = struct.Struct("=13q")
 _FIELDS = {op.name: struct.Struct(f"={op.fields}d") for op in OPTIMIZERS}
 
-# Bytes of a sum of two parts from which the kernel is worth it. Below, torch's one pass is as fast
-# (13 against 9 microseconds for 256 KiB); large sums the kernel writes past the caches (8.4 against
+# For sums of two parts, use the kernel from this many bytes. Below, torch's one pass is as fast (13
+# against 9 microseconds for 256 KiB); the kernel writes large sums past the caches (8.4 against
 # 10.4 milliseconds for 64 MiB).
 WORTH_BYTES = 16 << 20
 
@@ -81,7 +81,7 @@ def native_sum(otherwise: Sum) -> Sum:
     schema cannot express.
 
     Args:
-        otherwise: adds up what the kernel does not take.
+        otherwise: sums the tensors that the kernel does not support.
     """
 
     def add(parts: Sequence[Tensor], out: Tensor) -> None:

@@ -1,6 +1,6 @@
 """The ops on CUDA tensors: a few launches of the kernels of csrc/cuda, or plain torch where no
-kernel takes the tensors. Nothing here waits for the device: the table of pointers and scalars of a
-launch over many tensors is copied there in the order of the stream.
+kernel supports the tensors. Nothing here waits for the device: the table of pointers and scalars of
+a launch over many tensors is copied to the device in the order of the stream.
 
     launches    a step 1 (per pair of the gradients' and the copies' dtypes; one tensor alone needs
                 no table) · square_sum 1 + 1 per factor 1024 of chunks
@@ -33,7 +33,7 @@ Kind = tuple[int, int, int, torch.device]  # how gradient, states and copy are s
 
 
 def take_steps(op: OptimizerOp, *given: Any) -> None:
-    """Step all tensors of an op: one launch per kind, plain torch for what no kernel takes."""
+    """Step all tensors of an op: one launch per kind, plain torch where no kernel supports them."""
     cuda = cuda_runtime.cuda_backend().native
     steps, shared = plain.steps_of(op, given)
     kinds: dict[Kind | None, list[TensorStep]] = {}
@@ -57,7 +57,7 @@ def take_steps(op: OptimizerOp, *given: Any) -> None:
 
 
 def _kind(step: TensorStep) -> Kind | None:
-    """Return what a kernel must be compiled for; None where no kernel takes the tensors."""
+    """Return what a kernel must be compiled for; None if no kernel supports the tensors."""
     if not step.native:
         return None
     out = NONE if step.out is None else CODES[step.out.dtype]
@@ -110,7 +110,7 @@ def _tiles_of(step: TensorStep) -> int:
 
 def upload(content: bytes, device: torch.device) -> Tensor:
     """Copy the bytes to device memory, in the order of the current stream; the host does not wait.
-    Raises ConfigError in a capture: a replay would copy what is in the host's memory by then."""
+    Raises ConfigError in a capture: a replay would copy what the host's memory holds by then."""
     host = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     if device.type != "cuda":
         return host

@@ -1,5 +1,5 @@
 """The CUDA kernels of this process: their names, how they are compiled, cached, loaded and
-launched, and why there are none where there are none.
+launched, and if they are unavailable, why.
 
 ``ZERO_TRIAL_OPS`` chooses as it does on CPU: ``auto``, ``reference`` or ``native``. A kernel that
 cannot be compiled or loaded is logged once and stays plain torch for the rest of the process; with
@@ -45,7 +45,7 @@ class DriverError(KernelUnavailable):
 
 class Driver:
     """The driver as this process uses it. ``api``: cuda.bindings.driver. Contexts are retained once
-    per device and never released: torch holds them as long."""
+    per device and never released: torch also holds them until the process ends."""
 
     def __init__(self, api: Any) -> None:
         self._api = api
@@ -101,7 +101,7 @@ def open_driver() -> Driver:
 
 @dataclass(frozen=True)
 class CompileTarget:
-    """What to compile for: an architecture's machine code, or PTX. ``arch`` 90 is sm_90."""
+    """The compiler's target: an architecture's machine code, or PTX. ``arch`` 90 is sm_90."""
 
     arch: int
     ptx: bool = False
@@ -162,7 +162,7 @@ class Nvrtc:
 
 
 def first_lines(log: str) -> str:
-    """Return the first errors of a compiler's log, in one line."""
+    """Return the first errors of a compiler's log, on one line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
     return "; ".join((errors or lines)[:LOG_LINES]) or "no reason given"

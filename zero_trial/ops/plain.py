@@ -1,8 +1,8 @@
 """The ops in plain torch: in place, with the formulas of ``reference`` and in chunks, so that
 temporaries stay small.
 
-For devices, dtypes and layouts that no native kernel takes, and what the kernels are compared with.
-Computes in the parameter's dtype.
+Used for devices, dtypes and layouts that no native kernel supports, and as the reference that the
+kernels are compared with. Computes in the parameter's dtype.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def steps_of(op: OptimizerOp, given: Sequence[Any]) -> tuple[list[TensorStep], S
 
 
 def _check(index: int, p: Tensor, g: Tensor, states: Sequence[Tensor], out: Tensor | None, narrow: bool) -> bool:
-    """Return whether kernels take these tensors. Raises ConfigError for what torch would compute
-    nonsense from, or fail on without a reason."""
+    """Return whether kernels support these tensors. Raises ConfigError for tensors from which torch
+    would compute nonsense, or on which it would fail without a clear message."""
     kind, tensors = (
         torch.bfloat16 if narrow else torch.float32,
         (p, g, *states) if out is None else (p, g, *states, out),
@@ -136,7 +136,7 @@ def square_sum(x: Tensor) -> Tensor:
 #
 # A step reads a state into fp32, computes in fp32 and rounds when it stores. It rounds up or down
 # at random, so that the error of each step has mean 0: with beta2 = 0.999 a step changes Adam's
-# second moment by less than half the distance of two bfloat16 numbers, and rounding to nearest
+# second moment by less than half the distance between two bfloat16 numbers, and rounding to nearest
 # would keep the old value forever. The noise is a hash of the tensor's key (its name and the number
 # of the step) and of the element's place in its tensor. It is the same on every device, at every
 # ZeRO stage and number of ranks, and after a resume; nothing else needs to be saved.
@@ -165,7 +165,7 @@ def key_of(seed: int, step: float) -> int:
 
 
 def noise_of(key: int, first: int, numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return sixteen bits per element for either state, (numel,) int64 each."""
+    """Return sixteen bits per element for each of the two states, both (numel,) int64."""
     place = torch.arange(first, first + numel, dtype=torch.int64, device=device)
     h = (place + key) & 0xFFFFFFFF
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & 0xFFFFFFFF

@@ -12,10 +12,10 @@ row. The arithmetic of an element is the struct of that name in csrc/include/zt_
     key, place  of the noise that rounds states in bf16 (:mod:`zero_trial.ops.plain`), the place of
                 a tensor's element 0 in its own tensor; or empty
 
-Numbers that a tensor has of its own come as lists too. All tensors of one step have the same number
-of elements, are on one device and do not overlap. Steps are taken outside of autograd's graph
-(``torch.no_grad()``) and leave the tensors' version counters alone; sums have no derivative. A
-ConfigError says what does not fit.
+Numbers that differ between tensors are passed as lists too. All tensors of one step have the same
+number of elements, are on one device and do not overlap. Steps run outside of autograd's graph
+(``torch.no_grad()``) and do not change the tensors' version counters; sums have no derivative. Ops
+raise ConfigError for arguments that break these rules.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class OptimizerOp:
         name: of the op without its ending (``adam`` for ``adam_``), and of its line in
             ZT_OPTIMIZERS.
         struct: the struct of csrc/include/zt_optimizers.h.
-        states: names of the tensors beside parameter and gradient, one or two.
-        numbers: what a tensor has of its own, in the words of a schema.
-        shared: what all tensors of a call have in common; ``multiplier`` is one of them.
+        states: names of the one or two tensors other than parameter and gradient.
+        numbers: arguments with a value per tensor, as written in a schema.
+        shared: arguments with one value for all tensors of a call; ``multiplier`` is one of them.
         scalars: (numbers, shared) -> the fields of the struct in their order, computed in double.
         formula: (p, g, states, numbers, shared without the multiplier) -> the new p and states, in
             plain torch.
@@ -66,7 +66,7 @@ class OptimizerOp:
 
     @property
     def schema(self) -> str:
-        """What the op takes and what it writes."""
+        """The op's arguments, and which of them it writes."""
         p, *written = [f"Tensor({name}!)[] {name}" for name in ("p", *self.states, "out")]
         lists = self.numbers.replace("float ", "float[] ").replace("bool ", "bool[] ")
         return f"({p}, Tensor[] g, {', '.join(written)}, int[] key, int[] place, {lists}, {self.shared}) -> ()"

@@ -1,5 +1,5 @@
-"""What the ranks of a pipeline hold: each chunk runs one micro-batch without values, and a row of
-the schedule multiplies it by the micro-batches in flight."""
+"""The memory of a pipeline's ranks: each chunk runs one micro-batch without values, and a row of
+the schedule multiplies the result by the micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from zero_trial.sharding.precision import DtypePolicy, cast_floats
 
 @dataclass(frozen=True)
 class Parts:
-    """``stages[r]`` is what pipeline rank r holds, a ModuleDict of its chunks by number; ``whole``
-    has the chunks of all.
+    """``stages[r]`` is a ModuleDict of pipeline rank r's chunks by number; ``whole`` has the chunks
+    of all ranks.
 
     ``bounds``: chunk c is layers ``bounds[c]`` to ``bounds[c + 1] - 1``. ``ties``: groups of chunks
     that share weights.
@@ -42,7 +42,7 @@ class Parts:
     ties: tuple[tuple[int, ...], ...]
     elements: tuple[int, ...]  # trainable, of each pipeline rank
     others: tuple[int, ...]  # bytes of layers given as modules that each rank holds and does not train
-    parameters: int  # of the whole model, what is tied once
+    parameters: int  # of the whole model, tied ones counted once
     loss_fn: Any
 
     def layers(self, rank: int) -> str:
@@ -96,8 +96,8 @@ def parts_of(model: PipelineModule, settings: PipelineSettings, device: torch.de
 
 @dataclass(frozen=True)
 class _Phase:
-    """What one micro-batch of a chunk holds during an action and after it; what is saved; and what
-    is in the host's memory afterwards."""
+    """Bytes that one micro-batch of a chunk holds during an action and after it, that are saved,
+    and that are in the host's memory afterwards."""
 
     peak: int
     after: int
@@ -108,7 +108,7 @@ class _Phase:
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """What a chunk holds of one micro-batch, by action, and the bytes of what it gets: of a
+    """What a chunk holds of one micro-batch, by action, and the bytes that it receives: of a
     message, of the first chunk's inputs, and of the last chunk's labels. Ranks read inputs and
     labels before the step."""
 
@@ -122,8 +122,8 @@ def chunk_bytes(
     parts: Parts, batch: tuple[Any, Any], policy: DtypePolicy, micro_batches: int, *, on_host: bool
 ) -> dict[int, ChunkBytes]:
     """Return what each chunk holds of a micro-batch like ``batch`` (inputs, labels), of which there
-    are ``micro_batches``. torch's random state stays as it was. Raises TrialError where a layer
-    cannot be run."""
+    are ``micro_batches``. torch's random state does not change. Raises TrialError if a layer cannot
+    run."""
 
     def run(fake: bool, place: torch.device, _: str) -> dict[int, ChunkBytes]:
         inputs, labels = without_values(batch, place) if fake else batch
@@ -163,7 +163,7 @@ def _phases(
     split: bool,
 ) -> dict[ActionKind, _Phase]:
     """Run forward and backward of one micro-batch; ``split``: the backward in two halves.
-    ``first``: what the chunk gets is there before."""
+    ``first``: the chunk's input is in memory before."""
     anchor, live = torch.zeros((), requires_grad=True), LiveBytes(place.type)
     found: dict[ActionKind, _Phase] = {}
 
@@ -189,7 +189,7 @@ def _phases(
             halves.weights()
             end(ActionKind.W)
             return found
-        if split:  # nothing to hand back: all of it is the weights'
+        if split:  # no gradient to send back: all of this is for the weights
             end(ActionKind.I)
         torch.autograd.backward(outputs, _gradients(outputs))
         end(ActionKind.W if split else ActionKind.B)
@@ -197,12 +197,12 @@ def _phases(
 
 
 def play_row(row: Row, held: Mapping[int, ChunkBytes], sizes: Mapping[int, tuple[int, int]]) -> tuple[int, int, int]:
-    """Return the most bytes that a pipeline rank holds in its row of the schedule: what autograd
-    saved, all but what outlives a step, and saved inputs in the host's memory. Pure.
+    """Return the most bytes that a pipeline rank holds in its row of the schedule: saved by
+    autograd, all that does not outlive a step, and saved inputs in the host's memory. Pure.
 
     Full parameters and gradients that sharding gathers and frees are counted by the row's own
-    actions (UNSHARD, RESHARD, REDUCE), so each computation is seen together with what is whole at
-    that moment.
+    actions (UNSHARD, RESHARD, REDUCE), so each computation is counted together with what is whole
+    at that moment.
 
     Args:
         sizes: bytes of each chunk's full parameters and gradients; 0 where they are never freed.
@@ -211,8 +211,8 @@ def play_row(row: Row, held: Mapping[int, ChunkBytes], sizes: Mapping[int, tuple
     gradients: dict[int, int] = {}
     flying: dict[tuple[int, int], _Phase] = {}
     arrived: dict[tuple[int, int], int] = {}  # bytes of messages until they are used
-    reducing = 0  # bytes of the gradients whose reduction is under way
-    sent = 0  # bytes of messages: nothing waits for a send before the step ends
+    reducing = 0  # bytes of the gradients that are being reduced
+    sent = 0  # bytes of messages: no rank waits for a send before the step ends
     sends = {(action.kind, action.chunk) for action in row}
     activations = peak = host = 0
     for action in row:
@@ -253,7 +253,7 @@ def whole_bytes(
     chunks: Mapping[int, nn.Module], parameter: int, gradient: int, persistence: int
 ) -> dict[int, tuple[int, int]]:
     """Return the bytes of each chunk's full parameters and gradients, which have ``parameter`` and
-    ``gradient`` bytes per element; what two of them share is the first one's. Parameters of fewer
+    ``gradient`` bytes per element; what two chunks share counts for the first. Parameters of fewer
     than ``persistence`` elements are never freed."""
     found: dict[int, tuple[int, int]] = {}
     seen: set[nn.Parameter] = set()
@@ -271,7 +271,7 @@ def _bytes(value: Any) -> int:
 
 
 def _templates(chunks: Mapping[int, nn.Module], inputs: Any) -> dict[int, Any]:
-    """Return what each chunk gets, run in order; floats after the first want a gradient."""
+    """Return each chunk's input by running all in order; floats after the first need gradients."""
     found: dict[int, Any] = {}
     value = inputs
     for number in sorted(chunks):
@@ -296,5 +296,5 @@ def _gradients(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _drop_grad(param: torch.Tensor) -> None:
-    """Drop the gradient: it is in its buffer, which is counted elsewhere."""
+    """Drop the gradient: on a rank it is in a buffer, which is counted elsewhere."""
     param.grad = None

@@ -5,10 +5,10 @@ of a gradient, and s of optimizer state per element:
 
     parameters   p n, or p n/N where they are freed between uses; 4 n/N more for an fp32 master of a
                  16-bit parameter
-    gradients    g n where they always live, else g n/N
+    gradients    g n where they are never freed, else g n/N
     optimizer    s n/N
 
-The groups, their padding, and what of them lives how long are those of the engine
+The groups, their padding, and how long each of their buffers lives are taken from the engine
 (:func:`zero_trial.sharding.build_groups.plan_groups`); s is measured in one step of the optimizer
 on a few elements. What is offloaded is in host memory or on NVMe instead, and passes through rings
 of buffers.
@@ -58,8 +58,8 @@ class PlannedGroup:
 
     Args:
         grad, grad_shard: dtypes of the full gradients and of this rank's part of the sum.
-        flat: bytes of optimizer state for this rank's shard, of what is not updated whole.
-        whole: of each tensor of state of this rank's tensors that are updated whole.
+        flat: bytes of optimizer state for this rank's shard, without tensors updated whole.
+        whole: bytes of each state tensor of this rank's tensors that are updated whole.
     """
 
     name: str
@@ -88,13 +88,13 @@ class PlannedGroup:
 
     @property
     def home_bytes(self) -> int:
-        """Return the bytes of what is kept of the parameters between uses, wherever it is."""
+        """Return the bytes of the parameters that are kept between uses, wherever they are."""
         whole = self.plan.params is Lifetime.ALWAYS or self.plan.whole_home
         return (self.layout.numel if whole else self.shard_numel) * self.dtype.itemsize
 
     @property
     def master_bytes(self) -> int:
-        """Return the bytes of a master of its own; 0 where the parameters are their own masters."""
+        """Return the bytes of a separate master; 0 where the parameters are their own masters."""
         return 0 if has_own_master(self.dtype) or not self.trainable else _MASTER * self.shard_numel
 
     @property
@@ -114,7 +114,7 @@ class PlannedGroup:
 
 
 class TrainedModel:
-    """A model with what its engine is built from, and the optimizer that it gets."""
+    """A model with the arguments of its engine, and the engine's optimizer."""
 
     def __init__(self, blueprint: Blueprint, settings: DsConfig) -> None:
         self.blueprint = blueprint
@@ -126,7 +126,7 @@ class TrainedModel:
 
     @cached_property
     def optimizer(self) -> OptimizerPlan | None:
-        """Return what the optimizer is built over; None where nothing is trained."""
+        """Return the optimizer's plan; None where nothing is trained."""
         given = self.blueprint.copy()
         optimizer, settings = given.get("optimizer"), self.settings
         if optimizer is None and settings.optimizer is None:
@@ -140,21 +140,21 @@ class TrainedModel:
 
     @cached_property
     def small(self) -> SmallStep:
-        """Return what one step of the optimizer on a few elements shows."""
+        """Return what was measured in one step of the optimizer on a few elements."""
         return _small_step(self.optimizer) if self.optimizer is not None else SmallStep([], fuses=True)
 
     @cache  # noqa: B019
     def whole_state(self, number: int, shape: tuple[int, ...]) -> list[int]:
-        """Return the bytes of each tensor of state that a tensor of ``shape`` has, which optimizer
-        group ``number`` updates whole: a step without values shows it, if the class can take one,
-        else one on a small matrix, in proportion."""
+        """Return the bytes of each state tensor of a tensor of ``shape`` that optimizer group
+        ``number`` updates whole: measured in a step without values if the class supports that, else
+        scaled from a step on a small matrix."""
         if self.optimizer is None:
             return []
         with _disable_current_modes():
             try:
                 with FakeTensorMode(), LiveBytes():  # the latter answers for numbers that are read
                     return _state_of(self.optimizer, number, shape)
-            except Exception:  # any code may run here, of any quality
+            except Exception:  # arbitrary user code runs here
                 share = math.prod(shape) / math.prod(_PROBE)
                 return [int(each * share) for each in _state_of(self.optimizer, number, _PROBE)]
 
@@ -221,7 +221,7 @@ class PlannedStates:
         self.merged = made.merged
         wide = policy.grad if plan.reduce_at is ReduceAt.BOUNDARY else policy.comm
         self.groups: list[PlannedGroup] = []
-        rounds = [(0, 0)]  # elements of whole tensors that are updated together, and bytes that these take
+        rounds = [(0, 0)]  # elements of whole tensors that are updated together, and their bytes
         own = _own_tensors(made.groups, optimizer, [name for name, _ in model.named_parameters()], self.shape.shard)
         for spec, layout, own_plan in made.groups:
             dtype, trainable = spec.kind.dtype, spec.kind.trained
@@ -324,7 +324,7 @@ class _Places:
             self.disk += round_up(group.home_bytes, BLOCK)
 
     def _place_state(self, group: PlannedGroup) -> None:
-        """Place master and state. Host updates give a device's fp32 parameter its own master."""
+        """Place master and state. Host updates give a device's fp32 parameter a separate master."""
         master = group.master_bytes
         staged = self._section is not None and not self._on_cpu
         if staged and group.trainable and not master and group.plan.home is Home.DEVICE:
@@ -339,7 +339,7 @@ class _Places:
             self.optimizer += group.state
 
     def _columns_of(self, group: PlannedGroup) -> list[float]:
-        """Return the bytes per element of each kind of state, of the optimizer group with most."""
+        """Return the bytes per element of each kind of state, for the group with the most."""
         if not group.flat:
             return []
         found = max(self._states._columns, key=sum, default=[])

@@ -1,5 +1,5 @@
-"""Build the user's trial in this process, with the engine of a fake rank 0, train and evaluate one
-batch with it, and report what fails."""
+"""Build the user's trial in this process with the engine of a fake rank 0, train and evaluate one
+batch, and report what fails."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from zero_trial.util.memory import available_memory, machine_memory
 
 @dataclass
 class DryRunResult:
-    """What was found; None where the dry run did not get so far, or was not asked to."""
+    """What was found; None where the dry run did not get that far, or was not asked to."""
 
     issues: list[CheckIssue] = field(default_factory=list)
     parameters: int | None = None
@@ -56,10 +56,10 @@ class DryRunResult:
     metrics: tuple[str, ...] | None = None
 
 
-_MOST_SECONDS = 10  # of the step, and of the evaluation
-_LEAST_MEMORY = 0.1  # of the machine's, that stays available
+_MOST_SECONDS = 10  # for the step, and for the evaluation
+_LEAST_MEMORY = 0.1  # share of the machine's memory that stays available
 _LOOK_SECONDS = 0.05
-# What says that code needs another device than the CPU, on which check trains.
+# Text in errors of code that needs a device other than the CPU, on which check trains.
 _OF_A_DEVICE = re.compile(
     r"cuda|nvidia|triton|active drivers|dummy base class|same device|not implemented for '(Half|BFloat16)'",
     re.IGNORECASE,
@@ -67,23 +67,23 @@ _OF_A_DEVICE = re.compile(
 
 
 class _Ended(Exception):
-    """The dry run cannot go on; the issues say why."""
+    """The dry run cannot continue; the issues say why."""
 
 
 class _TooMuch(BaseException):
-    """The work takes more time or memory than it may. The trial's code should not catch it."""
+    """The work exceeds its limit of time or memory. The trial's code should not catch it."""
 
 
 def dry_run_trial(request: DryRunRequest) -> DryRunResult:
     """Import and build the trial, check its loaders and the metrics that it reports, train one step
     and evaluate one batch.
 
-    Without ``dry_run`` nothing is trained or evaluated if the model has no room here, and work ends
-    after ``_MOST_SECONDS``, or if little memory is left.
+    Without ``dry_run`` nothing is trained or evaluated if the model does not fit into this
+    machine's memory, and work ends after ``_MOST_SECONDS``, or if little memory is left.
 
-    Whatever the trial raises becomes an issue: a fault if it would be raised on a rank too. If
-    values or calls of hooks differ from a rank's it is a warning, and a note if code needs another
-    device or the other ranks.
+    Whatever the trial raises becomes an issue: a fault if a rank would raise it too, a warning if
+    values or calls of hooks differ from a rank's, and a note if the code needs another device or
+    the other ranks.
     """
     found = DryRunResult()
     most = math.inf if request.dry_run else MOST_VALUES
@@ -95,7 +95,7 @@ def dry_run_trial(request: DryRunRequest) -> DryRunResult:
 class _Stage:
     """The steps of one dry run, each of which may end it.
 
-    ``_doubt``: why what fails from now on may be right on a rank; empty where nothing differs.
+    ``_doubt``: why a failure from now on may not occur on a rank; empty if nothing differs.
     """
 
     def __init__(self, request: DryRunRequest, found: DryRunResult, task: LoneTask) -> None:
@@ -127,7 +127,7 @@ class _Stage:
 
     def _train(self, trial: ZeroTrial, context: ZeroTrialContext, loader: Any, *, room: bool) -> bool:
         """Run one step of ``train_batch``, all of its micro-batches with the same samples. Return
-        whether the engines can evaluate now: the step was run to its end, or not begun."""
+        whether the engines can evaluate now: the step ran to its end, or did not begin."""
         mpu, seed = context.mpu, self._request.seed
         with contextlib.suppress(_Ended):
             if loader is None:
@@ -156,12 +156,12 @@ class _Stage:
         return True
 
     def _timed(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what ``work`` returns. Raises _TooMuch, unless it is asked for."""
+        """Return what ``work`` returns. Raises _TooMuch, unless the user asked for the dry run."""
         with contextlib.nullcontext() if self._request.dry_run else _limited(_MOST_SECONDS):
             return work(*arguments)
 
     def _left_out(self, what: str, why: _TooMuch | None = None) -> None:
-        """Add a note that ``what`` was not run; ``why``: what has ended it."""
+        """Add a note that ``what`` did not run; ``why``: the limit that ended it."""
         ended = f" to its end: it takes {why}" if why is not None else ": this model takes much memory"
         self._note(Area.TRIAL, Severity.NOTE, f"{what} was not run{ended}; --dry-run runs it")
 
@@ -222,7 +222,7 @@ class _Stage:
         if searcher.metric in COUNTERS:
             return
         if searcher.metric not in metrics and searcher.metric in (stated or ()):
-            return  # by its source another batch may report it
+            return  # according to the source, another batch may report it
         value, reported = metrics.get(searcher.metric), sorted(without_counters(metrics))
         if isinstance(value, (int, float)):
             return
@@ -247,8 +247,8 @@ class _Stage:
 
         Args:
             doing: names it in messages.
-            method: of the trial; what it does not raise itself may be right after all batches.
-            differs: whether what differs from a rank (``_doubt``) may make it fail.
+            method: of the trial; an error raised elsewhere may not occur after all batches.
+            differs: whether the differences from a rank (``_doubt``) may cause the failure.
         """
         doubt = self._doubt if differs else ""
         try:
@@ -257,7 +257,7 @@ class _Stage:
             search = self._request.experiment.searcher.searches
             self._found.issues += issues_of(area, error, Severity.WARNING if search or doubt else Severity.FAULT)
         except ZeroTrialError as error:
-            right = doubt or isinstance(error, Diverged)  # on a rank it depends on the other ranks
+            right = doubt or isinstance(error, Diverged)  # on a rank this depends on the other ranks
             self._found.issues += issues_of(area, error, Severity.WARNING if right else Severity.FAULT)
         except (Exception, SystemExit) as error:
             if method is not None and not _raised_inside(error, method):
@@ -267,7 +267,7 @@ class _Stage:
         raise _Ended
 
     def _report(self, area: Area, error: BaseException, doing: str, severity: Severity) -> None:
-        """Add what the trial's code raised, as a note where it can only be run on ranks."""
+        """Add what the trial's code raised, as a note if the code can only run on ranks."""
         if "process group has not been initialized" in str(error):
             severity, doing = Severity.NOTE, f"{doing}, which calls torch.distributed, could not be run here: it"
         elif _OF_A_DEVICE.search(str(error)):
@@ -304,7 +304,7 @@ def _limited(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before if before is not None else signal.SIG_DFL)
-        if left:  # a timer of the caller goes on
+        if left:  # restart the caller's timer
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - started), 0.001), interval)
 
 

@@ -11,12 +11,12 @@ k = floor((n - 1 - update_after_step) / update_every):
 With a constant decay these are torch's AveragedModel with get_ema_multi_avg_fn(decay), bit for bit;
 the warm-up is that of diffusers' EMAModel.
 
-The column is cut as the masters are and has their dtype, fp32. Between steps it is in the
+The column is sharded as the masters are and has their dtype, fp32. Between steps it is in the
 optimizer's state under "ema", so checkpoints, offload and ``safe_get_*`` treat it as a moment.
-During a step the optimizer does not see it: many classes take an empty state for a first step.
+During a step the optimizer does not see it: many classes recognize a first step by empty state.
 
-Price: 4 bytes per parameter / N between steps; an update is local. To compute with the averages,
-each element and its master change places, and the masters are published as after a step.
+Cost: 4 bytes per parameter / N between steps; an update is local. To compute with the averages,
+each element is swapped with its master, and the masters are published as after a step.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from zero_trial.errors import TrialError
 
 KIND = "ema"  # the column's name in the optimizer's state
 
-_CHUNK = 1 << 22  # elements that change places at a time
+_CHUNK = 1 << 22  # elements that are swapped at a time
 
 
 def share(ema: EmaSection, step: int) -> float | None:
-    """Return how far the average moves to the weights after applied step number ``step`` (from 1):
+    """Return how far the average moves toward the weights after applied step ``step`` (from 1):
     1 - d; 1.0 copies the weights, None skips the update."""
     past = step - 1 - ema.update_after_step
     if past <= 0:
@@ -64,8 +64,8 @@ class WeightAverage:
     ) -> Iterator[None]:
         """Move the averages after the block, in which the optimizer steps ``weights``. Local.
 
-        A weight without an average gets its value of before the step as one: in a first step, and
-        after a checkpoint that has none was read.
+        A weight without an average starts with its value before the step as the average: in a first
+        step, and after loading a checkpoint without averages.
         """
         averages: list[torch.Tensor] = []
         for weight in weights:
@@ -90,10 +90,10 @@ class WeightAverage:
 
     @torch.no_grad()
     def swap(self, weights: Sequence[torch.Tensor], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Let weights and averages change places. Local."""
+        """Swap weights and averages. Local."""
         for weight in weights:
             if (average := state.get(weight, {}).get(KIND)) is None:
-                continue  # it begins with the weight's own value
+                continue  # the average starts with the weight's own value
             parts = zip(weight.detach().view(-1).split(_CHUNK), average.view(-1).split(_CHUNK), strict=True)
             for here, there in parts:
                 kept = here.clone()
@@ -102,8 +102,8 @@ class WeightAverage:
         self.swapped = not self.swapped
 
     def restart(self, state: Mapping[torch.Tensor, dict[str, Any]], steps: int | None) -> None:
-        """Drop the column, as if ``steps`` steps had been applied (None: the last one that copies
-        the weights): the average begins with the weights as they are before the next."""
+        """Drop the column, as if ``steps`` steps had been applied (None: up to the last step that
+        copies the weights): the average starts with the weights as of before the next step."""
         self.steps = 1 + self._settings.update_after_step if steps is None else steps
         for own in state.values():
             own.pop(KIND, None)

@@ -4,7 +4,7 @@ quantization state that turns them into numbers.
 Both are opaque: they are sharded, gathered, moved and saved like other frozen parameters, in their
 own dtype, and never cast. bitsandbytes keeps the state (scales of 64 weights each, and their own
 scales) in an object of the weight. :class:`PackedWeights` makes the scales parameters of the
-weight's module, by the names that they have in its state dict:
+weight's module, under the names that they have in its state dict:
 
     q_proj.weight                  packed bytes, two weights in each
     q_proj.weight.absmax           scales; 8 bits each with double quantization
@@ -58,10 +58,10 @@ def _holders(state: Any) -> dict[str, Any]:
 
 class PackedWeights:
     """The 4-bit weights of ``model``, whose quantization states become parameters of their modules
-    until :meth:`release`. A second one of the same model finds them.
+    until :meth:`release`. A second object for the same model finds these parameters.
 
-    A CPU with AVX512-BF16 packs such a weight in another way at its first use in evaluation, for
-    good; a weight that is packed so trains no adapter below it. That is switched off meanwhile.
+    A CPU with AVX512-BF16 permanently repacks such a weight at its first use in evaluation; a
+    repacked weight passes no gradient to adapters below it. Until release, repacking is off.
 
     Raises ConfigError for quantized weights that cannot be trained with. ``device``: where the
     model will be (None: where it is).
@@ -94,7 +94,7 @@ class PackedWeights:
             self._packers.append(module)
 
     def release(self) -> None:
-        """Make quantization states ordinary tensors again, but those without values. Local."""
+        """Make quantization states ordinary tensors again, except those without values. Local."""
         for module in self._packers:
             module.support_avx512bf16_for_cpu = True  # type: ignore[assignment]
         for module in self._modules:
@@ -110,8 +110,8 @@ class PackedWeights:
 
 
 def scales_of(param: torch.Tensor) -> dict[str, OpaqueParameter]:
-    """Make the scales in a weight's quantization state parameters, and return them by the names
-    that they get in its module; none of another parameter."""
+    """Turn the scales in a weight's quantization state into parameters, and return them by their
+    names in the weight's module; for any other parameter, return none."""
     state, found = getattr(param, "quant_state", None), {}
     for name, place in _holders(state).items() if state is not None else ():
         if not isinstance(place.absmax, OpaqueParameter):
@@ -141,8 +141,8 @@ def _require_usable(name: str, weight: nn.Parameter) -> None:
 
 
 def require_freeable(model: nn.Module) -> None:
-    """Raise ConfigError for quantized weights of which something else than the parameter has the
-    numbers: bitsandbytes' in 8 bits, and classes of several tensors, as torchao's."""
+    """Raise ConfigError for quantized weights whose numbers are not in the parameter itself:
+    bitsandbytes' 8-bit weights, and classes that consist of several tensors, such as torchao's."""
     for name, param in model.named_parameters():
         if hasattr(param, "CB") or hasattr(param, "__tensor_flatten__"):
             raise ConfigError(

@@ -3,8 +3,8 @@
     y = x W^T + b         W (out, in) in out_splits x in_splits tiles, each an nn.Linear of its own:
                           y[p] = sum over q of x[q] W[p, q]^T, + b[p] with the last q
 
-Each tile is gathered when its turn comes, and freed after it, unless the layer is inside a larger
-block, which is gathered as a whole. The sum over q is rounded in another order than nn.Linear's.
+Each tile is gathered before its use and freed after it, unless the layer is inside a larger block,
+which is gathered as a whole. The sum over q is rounded in a different order from nn.Linear's.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Module) -> None:
-        """Copy weight (out, in) and bias (out,) from ``other``, sharded or not; rank 0's values are
-        used. Collective if either is sharded. Raises ConfigError for other shapes."""
+        """Copy weight (out, in) and bias (out,) from ``other``, sharded or not, with rank 0's
+        values. Collective if either layer is sharded. Raises ConfigError if shapes differ."""
         weight, bias = cast("nn.Parameter", other.weight), cast("nn.Parameter | None", other.bias)
         wanted = (self.out_features, self.in_features), (self.out_features,) if self.use_bias else None
         got = tuple(weight.shape), tuple(bias.shape) if bias is not None else None
@@ -119,7 +119,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """Tiles that return ``(output, bias or None)``, as Megatron-LM's ``skip_bias_add``."""
+    """Tiles that return ``(output, bias or None)``, like Megatron-LM's ``skip_bias_add``."""
 
     def _sum(self, outputs: list[Any]) -> Any:
         """Add the outputs; the last tile of a row has the bias."""

@@ -11,13 +11,13 @@ from zero_trial.device import is_accelerator, torch_module
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy that is over at the event ``end``; both tensors must stay until then."""
+    """A copy that is complete at the event ``end``; both tensors must stay alive until then."""
 
     device: torch.device
     end: torch.Event
 
     def order(self) -> None:
-        """Order the device's later work after the copy. The host does not wait."""
+        """Make the device's later work run after the copy. The host does not wait."""
         torch_module(self.device).current_stream(self.device).wait_event(self.end)
 
     def wait(self) -> None:
@@ -29,8 +29,8 @@ class Copy:
 
 
 class Copier:
-    """Copies on a stream for each direction. ``pinned``: the device copies its buffers by itself;
-    copies of other buffers block the host."""
+    """Copies on one stream per direction. ``pinned``: host buffers are page-locked, so copies do
+    not block the host; copies of other buffers do."""
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
         self._device = device
@@ -44,12 +44,12 @@ class Copier:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
 
     def now(self) -> torch.Event:
-        """Return the end of the work that the device has been given until now."""
+        """Return the event at the end of the work submitted to the device until now."""
         return self._marked(self._torch.current_stream(self._device))
 
     def copy(self, source: torch.Tensor, into: torch.Tensor, after: torch.Event | None = None) -> Copy:
-        """Copy after the work that the device has been given until ``after`` (None: until now) and
-        after earlier copies in this direction, and next to what it is given later, up to
+        """Copy after the work submitted to the device until ``after`` (None: until now) and after
+        earlier copies in this direction, in parallel to work submitted later, up to
         :meth:`Copy.order`."""
         stream = self._up if is_accelerator(into.device) else self._down
         stream.wait_event(after if after is not None else self.now())

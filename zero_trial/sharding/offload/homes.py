@@ -1,15 +1,15 @@
-"""Where a rank's parameters and masters live between uses if that is not where it computes: in
-regions (:mod:`zero_trial.sharding.offload.regions`), from which parameters are read through a ring
-of buffers, ahead of the blocks that come next.
+"""Where a rank's offloaded parameters and masters live between uses: in regions
+(:mod:`zero_trial.sharding.offload.regions`), from which parameters are read through a ring of
+buffers, ahead of the blocks that need them.
 
     buffer 0   read h3 .... | into full | read h0 ...
     buffer 1        read h2 ......  | into full |
     full                     h3 gathered, computes    h2 gathered, computes
 
 Traffic per gather of a home of n elements: n elements read, in whole blocks of the disk. An update
-writes n. Where the home has the full copy and N ranks update a part each, it writes n/N, reads them
-again for the all-gather and writes the result, n elements. Memory: the buffers. A shard is read
-into this rank's part of the full buffer, and gathered from there; a full copy into all of it.
+writes n. Where the home has the full copy and each of N ranks updates a part, an update writes n/N,
+reads them again for the all-gather and writes the result, n elements. Memory: the buffers. A shard
+is read into this rank's part of the full buffer and gathered from there; a full copy fills it all.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ class Homes:
     Between uses they read as NaN. Inside :meth:`lent` they can be read and written.
 
     Args:
-        params: the region of groups whose plan has a home away from the device; None: they stay.
-        kept: host memory for the first groups that fit into it, instead of ``params``.
+        params: the region of groups that their plan offloads; None: they stay on the device.
+        kept: host memory, used instead of ``params`` for the first groups that fit into it.
         masters: the region of masters and state; None: they stay where updates run.
-        failure: of the regions.
+        failure: records a failed disk of the regions.
         device: where the model computes.
         copier: between the host and that device; None if parameters are on the host or stay.
         buffer_size: elements of a buffer of parameters at most; none is larger than the largest
             shard.
-        buffer_count: buffers of parameters; together they hold at most a quarter of what is away.
+        buffer_count: buffers of parameters; together they hold at most a quarter of the parameters.
         on_host: updates run on the host.
-        budget: elements whose state goes to ``masters``; None for all. A group goes as a whole, so
-            more than was asked for may stay in memory, never less.
+        budget: elements whose state goes to ``masters``; None for all. Groups are not split, so
+            more state than requested may stay in memory, never less.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ class Homes:
     # --- leaving ----------------------------------------------------------------------------------
 
     def swap_out(self, group: ParamGroup) -> None:
-        """Move what is offloaded of a group that has just been built: so the parameters and masters
-        of a model are never in memory together."""
+        """Move the offloaded values of a group as soon as it is built, so that a model's parameters
+        and masters are never all in memory at once."""
         if self.params is not None and group.plan.home is not Home.DEVICE:
             self._swap_out_params(group, self.params)
         if self.on_host and group.trainable and group.master.device.type != "cpu":
-            group.master = group.master.detach().to("cpu", copy=True)  # also if it is the shard
+            group.master = group.master.detach().to("cpu", copy=True)  # even if the shard is the master
         if self.masters is None or not self._chooses_state_of(group):
             return
         self._with_state.add(id(group))
@@ -191,7 +191,7 @@ class Homes:
 
     @functools.cached_property
     def ring(self) -> Ring:
-        """The buffers of parameters, made at their first use: then all shards are known."""
+        """The buffers of parameters, allocated at first use, when all shards are known."""
         return Ring(self.buffer(self._buffer_bytes) for _ in range(self._buffer_count))
 
     def buffer(self, nbytes: int) -> Buffer:
@@ -208,8 +208,8 @@ class Homes:
         return [*self.ring.buffers, *reading] if "ring" in vars(self) else []
 
     def take_buffer(self) -> Buffer:
-        """Return a buffer: a free one, else the one that left first, else one of the shard that is
-        needed last. There is one: the caller has none."""
+        """Return a buffer: a free one, else the one written out first, else one of the shard that
+        is needed last. At least one exists, because the caller holds none."""
         if (buffer := self.ring.take(wait=True)) is not None:
             return buffer
         victim = next(shard for shard in reversed(self.reading) if shard.parts)
@@ -223,9 +223,9 @@ class Homes:
         """Make parameters, masters and state readable and writable on the host inside the block, in
         pages that the kernel may reclaim; only between steps. May be nested.
 
-        Raises StorageError, also if a disk has failed before. What was read ahead is read again
-        when it is needed: it keeps its buffers, because a rank may look into its shards alone, and
-        what :meth:`OffloadedHome.start_read` answers must stay the same on all ranks.
+        Raises StorageError, also if a disk failed earlier. Values that were read ahead are read
+        again when needed, but keep their buffers: a rank may inspect its shards alone, and
+        :meth:`OffloadedHome.start_read` must still return the same on all ranks.
         """
         if self.are_lent:
             yield
@@ -254,7 +254,7 @@ class Homes:
             group.master = absent((group.layout.shard_numel,), group.master.dtype, group.master.device)
 
     def close(self) -> None:
-        """Free the space, after transfers in flight. Nothing is read afterwards."""
+        """Free the space once transfers in flight are done. Nothing is read afterwards."""
         if self.copier is not None:
             self.copier.settle()
         for region in self._regions:
@@ -288,8 +288,8 @@ class OffloadedHome:
         self._expected = False  # start_read was called since the last use
 
     def start_read(self) -> bool:
-        """Start to read as much as there are free buffers: the values are needed soon. Return
-        whether an earlier call has started it."""
+        """Start reading into the free buffers: the values are needed soon. Return whether an
+        earlier call has already started."""
         if self.homes.are_lent or self.homes.failure.first is not None:
             return False
         before, self._expected = self._expected and bool(self.parts), True
@@ -297,7 +297,7 @@ class OffloadedHome:
         return before
 
     def read_ahead(self) -> bool:
-        """Start to read ahead into all free buffers; return whether there are more."""
+        """Start reading ahead into all free buffers; return whether any are left."""
         if self.homes.are_lent or self.homes.failure.first is not None:
             return False
         self._start(0)
@@ -356,7 +356,7 @@ class OffloadedHome:
             self.homes.ring.give(buffer, self.written[-1:])
 
     def forget(self) -> None:
-        """Drop what was read ahead: it is not needed, or about to be out of date."""
+        """Drop values that were read ahead: they are not needed, or will soon be out of date."""
         self.wait_for_reads(*self.parts)
         while self.parts:
             self.homes.ring.give(self.parts.popleft().buffer)
@@ -375,7 +375,7 @@ class OffloadedHome:
         self.written.clear()
 
     def end_transfers(self) -> None:
-        """Wait for what is in flight; the values are about to be edited where they live."""
+        """Wait for transfers in flight, before the values are edited in place."""
         self.wait_for_reads(*self.parts)
         for part in self.parts:
             part.transfer = None
@@ -385,7 +385,7 @@ class OffloadedHome:
         wait_for(part.transfer for part in parts if part.transfer is not None)
 
     def remove_values(self) -> None:
-        """Let the home read as NaN, where updates run."""
+        """Make the values read as NaN where updates run."""
         device = _HOST if self.homes.on_host else self.group.full.device
         self.group.replace_home(absent((self.numel,), self.group.dtype, device))
 
@@ -394,8 +394,8 @@ class OffloadedHome:
         self.homes.reading = [other for other in self.homes.reading if other is not self]
 
     def _start(self, done: int, first: Buffer | None = None) -> None:
-        """Read what follows the parts that there are, or element ``done`` if there are none, into
-        ``first`` and as many more buffers as are free."""
+        """Read what follows the existing parts (from element ``done`` on if there are none) into
+        ``first`` and into all free buffers."""
         for part in self.parts:
             if part.transfer is None:
                 self._read(part)

@@ -7,12 +7,12 @@
     lp_grads                 this rank's part of the reduced gradients
     contiguous_grad_buffer   full gradients
 
-What moves is memory, not tensors: the storage behind a buffer is copied and emptied, so that every
-view of it stays the same object and is right again after the reload. Memory that two kinds share
+Memory moves, not tensors: the storage behind a buffer is copied and emptied, so that every view of
+it stays the same object and is valid again after the reload. Memory that two kinds share
 moves when both are named: fp32 parameters are their own masters, and at stages 0 and 1 the reduced
 gradients can be a part of the full ones. Memory on the host stays where it is.
 
-Price: the bytes that leave the device are on the host meanwhile, and pass twice between them.
+Cost: the bytes that leave the device occupy host memory meanwhile, and are copied twice.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class _Moved:
 
 
 class MovedStates:
-    """What of one model is in the host's memory now. ``kinds`` are those that were asked for.
+    """The states of one model that are now in the host's memory. ``kinds``: the requested kinds.
 
     Args:
-        settle: ends what reads and writes the memory of the kinds that it is given; every rank
-            calls it at the same place.
+        settle: completes all reads and writes of the memory of the given kinds; every rank calls it
+            at the same place.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class MovedStates:
         self._said = False
 
     def require_here(self, where: str, kinds: Collection[str] = KINDS) -> None:
-        """Raise TrialError where one of ``kinds`` is away."""
+        """Raise TrialError if one of ``kinds`` has been moved to the host."""
         if not self.kinds.isdisjoint(kinds):
             raise TrialError(
                 "states of this engine are still offloaded to host memory",
@@ -101,7 +101,7 @@ class MovedStates:
             )
 
     def devices(self, kind: str, state: Mapping[torch.Tensor, Any]) -> set[torch.device]:
-        """Return where the memory of a kind is now; what has none between steps is nowhere."""
+        """Return the devices of a kind's memory now; empty if it has none between steps."""
         found = {storage._cdata: storage for storage in _storages(self._tensors(kind, state))}
         return {
             torch.device("cpu") if address in self._moved else storage.device
@@ -117,7 +117,7 @@ class MovedStates:
         Args:
             state: of the optimizer, by weight.
             pin: page-locked memory, between which and a device copies are faster.
-            wait: copies are done when this returns; else the device's later work is after them.
+            wait: copies are done when this returns; else the device's later work runs after them.
         """
         if not any(on_device(group.full.untyped_storage()) for group in self._groups):
             if not self._said:
@@ -141,7 +141,7 @@ class MovedStates:
             self._hold(group, moving)
 
     def _hold(self, group: ParamGroup, moving: Collection[int]) -> None:
-        """Refuse uses of a group's values that are away; whole parameters are on the host.
+        """Refuse uses of a group's moved values; whole parameters are on the host.
         ``moving``: addresses of the storages that have left in this move."""
         full, parts = group.full.untyped_storage()._cdata, (group.shard, group.master)
         if all(part.untyped_storage()._cdata not in self._moved for part in parts):
@@ -154,11 +154,11 @@ class MovedStates:
 
     def lent(self) -> AbstractContextManager[None]:
         self.require_here("the values of parameters, their masters or states")
-        raise AssertionError  # a group is held only while something is away
+        raise AssertionError  # a group is held only while some of its values are moved
 
     @torch.no_grad()
     def restore(self, *, wait: bool = True) -> None:
-        """Bring everything back; without a move before it, do nothing."""
+        """Move everything back to the device; do nothing if nothing was moved."""
         for moved in self._moved.values():
             moved.storage.resize_(moved.host.numel())
             _bytes(moved.storage).copy_(moved.host, non_blocking=not wait and moved.host.is_pinned())

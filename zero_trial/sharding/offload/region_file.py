@@ -1,13 +1,13 @@
 """A region of one rank on disks: one unnamed file in each folder, read and written past the page
 cache by threads.
 
-unnamed    the name is removed as soon as a file is open: whatever ends the process, also SIGKILL,
-           frees the space
+unnamed    the name is removed as soon as a file is open: its space is freed however the process
+           ends, even by SIGKILL
 allocated  space is allocated before it is used: in training no write can find the disk full
-direct     whole 4096-byte blocks use O_DIRECT if the file system has it; the bytes of a transfer
-           that begin or end inside a block go through the page cache
-threads    ``preadv`` and ``pwritev`` release the interpreter lock and run next to the caller
-folders    each reservation is in the file that has the least, at ``_SPAN`` times the file's number
+direct     whole 4096-byte blocks use O_DIRECT if the file system supports it; the bytes at the ends
+           of a transfer that do not fill a block go through the page cache
+threads    ``preadv`` and ``pwritev`` release the interpreter lock and run in parallel to the caller
+folders    each reservation goes to the file with the least data, at ``_SPAN`` times its number
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.sharding.layout import round_up
 from zero_trial.util.text import format_bytes
 
-# O_DIRECT takes offsets, lengths and addresses that are multiples of it, on every disk we know of
+# O_DIRECT requires offsets, lengths and addresses to be multiples of this, on every disk we know of
 BLOCK = 4096
-_SPAN = 1 << 48  # bytes: no file is so large
+_SPAN = 1 << 48  # bytes: no file is this large
 _MADV_WIPEONFORK = 18
 _LARGE_PAGE = 2 << 20
 
@@ -41,19 +41,19 @@ _Act = Callable[[int, list[memoryview], int], int]
 
 
 class Transfer(Protocol):
-    """A transfer in flight: leave the tensor alone until :meth:`wait` has returned."""
+    """A transfer in flight: do not use the tensor until :meth:`wait` has returned."""
 
     def done(self) -> bool: ...
 
     def wait(self) -> None:
-        """Wait until all of it is transferred. Raises StorageError if the disk failed, at every
-        call: several may wait for one transfer."""
+        """Wait until everything is transferred. If the disk failed, every call raises StorageError:
+        several callers may wait for one transfer."""
         ...
 
 
 class DiskFailure:
     """The first failure of any disk of this rank, after which no region is read or written again:
-    half a step in one of its files is half a step in all. Regions record and check it."""
+    if one file has only half a step, no file is consistent. Regions record and check it."""
 
     def __init__(self) -> None:
         self.first: StorageError | None = None

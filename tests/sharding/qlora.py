@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -118,23 +119,19 @@ def plain(family: str, folder: Path) -> list[float]:
     return train_plain(adapted(base(family, folder)))
 
 
-def stages(family: str, folder: Path, chosen: Sequence[int]) -> list[list[float]]:
-    return [train(engine_of(adapted(base(family, folder)), stage)) for stage in chosen]
+def stages(family: str, folder: Path, chosen: Sequence[int], steps: int = FEW) -> list[list[float]]:
+    return [train(engine_of(adapted(base(family, folder)), stage), range(steps)) for stage in chosen]
 
 
 def storages(folder: Path) -> list[tuple[list[float], list[float]]]:
     """Losses at stage 0 and 3 for each dtype that the packed bytes may pretend to have, in fp32 and
     bf16 training."""
     found = []
-    for precision, dtype in (*((0, each) for each in _STORAGES), *((1, each) for each in _STORAGES[:2])):
-        config = {"bf16": {"enabled": True}} if precision else {}
+    for config, dtype in product(({}, {"bf16": {"enabled": True}}), (torch.uint8, torch.bfloat16, torch.float32)):
         models = [adapted(base("short", folder, bnb_4bit_quant_storage=dtype)) for _ in range(2)]
         first, second = (train(engine_of(m, s, config), range(2)) for m, s in zip(models, (0, 3), strict=True))
         found.append((first, second))
     return found
-
-
-_STORAGES = (torch.uint8, torch.bfloat16, torch.float32)
 
 
 def frozen_bytes(folder: Path, double: bool) -> tuple[float, int]:

@@ -1,8 +1,8 @@
-"""What is planned for, and the plans of a run side by side, at every stage and micro-batch, with
-the smallest change that fits.
+"""The subject of a plan, the plans of a run side by side at every stage and micro-batch, and the
+smallest change that fits.
 
-A pipeline's states are those of the engine's layouts, and its peak follows from each rank's row of
-the schedule.
+A pipeline's states follow from the engine's layouts, and its peak from each rank's row of the
+schedule.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from zero_trial.planning.state_bytes import PlannedStates, TrainedModel
 from zero_trial.util.text import format_bytes, table
 
 Loss = Callable[[Any, Any], torch.Tensor]
-MOST_ACCUMULATION = 2  # a third micro-batch of a step needs what the second needs
+MOST_ACCUMULATION = 2  # a third micro-batch of a step needs as much as the second
 
 
 class Subject:
-    """What a plan is made for: engines that train together (several for a GAN), and one call of
-    their training.
+    """The subject of a plan: engines that train together (several for a GAN), and one call of their
+    training.
 
     Args:
-        train: runs a micro-batch, or ``whole_steps``; None: only what outlives a step is planned.
-        batches: real ones, which ``train`` gets at the size of the plan.
+        train: runs a micro-batch, or ``whole_steps``; None: plan only what outlives a step.
+        batches: real batches, which ``train`` gets cut or repeated to the plan's size.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Subject:
         return replace(found, **more), traced.how
 
     def _trace(self, train: Train, states: Sequence[PlannedStates], micro_batch: int, accumulation: int) -> PassTrace:
-        """Return the trace of a micro-batch; each is made once for all that it depends on."""
+        """Return the trace of a micro-batch; traces are cached by everything they depend on."""
         dtypes = repr([(each.resolved.policy, each.resolved.autocast) for each in states])
         key = (micro_batch, dtypes, self._whole_steps and accumulation)
         if key not in self._traces:
@@ -102,7 +102,7 @@ def variant(settings: DsConfig, *, stage: int, micro_batch: int, accumulation: i
 
 
 def with_state_at(settings: DsConfig, place: OffloadOptimizerSection | None) -> DsConfig:
-    """Return ``settings`` with optimizer state somewhere else."""
+    """Return ``settings`` with optimizer state at ``place``."""
     return replace(settings, zero_optimization=replace(settings.zero_optimization, offload_optimizer=place))
 
 
@@ -110,10 +110,10 @@ def model_subject(model: TrainedModel, batch: Any = None, loss: Loss | None = No
     """Return the subject of a model alone.
 
     Args:
-        batch: what its forward takes (a tuple of arguments, a dict of keyword arguments, or one
+        batch: input of its forward (a tuple of arguments, a dict of keyword arguments, or one
             tensor); None: states only.
-        loss: ``loss(engine, batch)`` returns the scalar to differentiate; without it the model is
-            called, and its own loss used, or one made of its outputs.
+        loss: ``loss(engine, batch)`` returns the scalar to differentiate; without it, the model is
+            called and its own loss is used, or one computed from its outputs.
     """
 
     def micro(engines: Sequence[Any], batches: Sequence[Any]) -> None:
@@ -124,7 +124,7 @@ def model_subject(model: TrainedModel, batch: Any = None, loss: Loss | None = No
 
 
 def _call_and_reduce(engine: Any, batch: Any) -> torch.Tensor:
-    """Call the model on ``batch`` and return its loss, or one made of its outputs."""
+    """Call the model on ``batch`` and return its loss, or one computed from its outputs."""
     if isinstance(batch, Mapping):
         return loss_in(engine(**batch))
     return loss_in(engine(*batch) if isinstance(batch, (tuple, list)) else engine(batch))
@@ -134,9 +134,9 @@ def loss_in(output: Any) -> torch.Tensor:
     """Return the first scalar that requires grad in a model's output: its loss, as in the outputs
     of Hugging Face's models.
 
-    Where there is none, the loss is made outside of the model and not known here: a log-softmax
-    over the last dimension of each floating output stands for it, which holds as much as a cross
-    entropy does.
+    If there is none, the loss is computed outside the model and not known here: a log-softmax over
+    the last dimension of each floating-point output replaces it, which holds as much memory as a
+    cross entropy.
     """
     floats = [leaf for leaf in _leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     single = next((leaf for leaf in floats if leaf.numel() == 1), None)
@@ -166,7 +166,7 @@ def first_rows(batch: Any, rows: int | None, wanted: int) -> Any:
 
     def fit(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows or rows == wanted:
-            return leaf  # also where rows is None
+            return leaf  # also if rows is None
         if wanted < rows:
             return leaf[:wanted].clone()
         return leaf[torch.arange(wanted) % rows]
@@ -183,9 +183,9 @@ _WHERE = {"nvme": ", state on NVMe", "cpu": ", state in host memory"}
 
 
 class RunPlanner(Generic[P]):
-    """``settings`` as the run has them, on ``ranks`` ranks, all on one host or not.
+    """Plans a run with ``settings`` on ``ranks`` ranks, all on one host or not.
 
-    Plans are made when asked for, and kept.
+    Plans are made on request, and cached.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class RunPlanner(Generic[P]):
         self.micro_batch = batch.micro_batch_size
         self.accumulation = batch.accumulation
         offload = settings.zero_optimization.offload_optimizer
-        # state leaves a GPU for the host's memory, and the host's memory for a disk
+        # state moves from a GPU to the host's memory, and from the host's memory to a disk
         self._elsewhere = _NVME if device.type == "cpu" else _HOST
         self.away = offload is not None and offload.device not in ("none", device.type)
         self._known: dict[tuple[int, int, bool], P] = {}
@@ -277,11 +277,11 @@ class RunPlanner(Generic[P]):
         return DoesNotFit(f"{what} ({detail})" if detail else what, fix=fix)
 
     def smallest_change(self, limit: int) -> P | None:
-        """Return the plan nearest to the run's own that needs at most ``limit`` bytes; the run's
-        own if it fits; None if none does.
+        """Return the plan nearest to the run's own that needs at most ``limit`` bytes: the run's
+        own if it fits, None if no plan does.
 
-        Near means few changes: a halving of the micro-batch and a stage up count one each, and of
-        equals the one with fewer stages up is nearer, because a halved micro-batch with doubled
+        Near means few changes: halving the micro-batch and raising the stage by one count one each.
+        If equal, the plan with the lower stage is nearer, because a halved micro-batch with doubled
         accumulation trains exactly the same.
         """
         sizes = [self.micro_batch, *self.halvings()]
@@ -381,7 +381,7 @@ class PipelinePlanner(RunPlanner[PipelinePlan]):
 
     def _plan_of(self, settings: DsConfig, accumulation: int) -> PipelinePlan:
         stage, micro_batch = settings.zero_optimization.stage, settings.train_micro_batch_size_per_gpu or 1
-        # what was asked of the sharding may be nothing that another stage can do
+        # another stage may not support the run's sharding settings
         if stage != self.stage:
             zero = replace(settings.zero_optimization, reduce_every="auto", reshard_after="auto")
             settings = replace(
@@ -398,7 +398,7 @@ class PipelinePlanner(RunPlanner[PipelinePlan]):
             dtypes.grad.itemsize if sharding.gradients else 0,
         )
         persistence = settings.zero_optimization.param_persistence_threshold
-        if micro_batch not in self._traced:  # no stage changes what a chunk holds
+        if micro_batch not in self._traced:  # what a chunk holds does not depend on the stage
             batch = first_rows(self._batch, self.samples, micro_batch)
             on_host = is_accelerator(self.device) and settings.activation_checkpointing.cpu_checkpointing
             self._traced[micro_batch] = chunk_bytes(parts, batch, dtypes, accumulation, on_host=on_host)
@@ -434,7 +434,7 @@ class PipelinePlanner(RunPlanner[PipelinePlan]):
         )
 
     def _states(self, settings: DsConfig, rank: int) -> Figures:
-        """Return what outlives a step on one rank of a stage."""
+        """Return the bytes that outlive a step on one rank of a stage."""
         alone = replace(settings, mesh=replace(settings.mesh, pipe=1))
         trained, ranks = TrainedModel(self._parts.stages[rank], alone), self.ranks // settings.mesh.pipe
         return Subject([trained]).figures(alone, ranks, self._one_host)[0]

@@ -1,8 +1,8 @@
-"""The ways to train that `zero-trial tune` compares, and what it does with one.
+"""The ways to train that `zero-trial tune` compares, and how it plans and measures one.
 
 ways_to_train   every ZeRO stage, micro-batch and schedule at the same global batch, each with
-                a ladder of savers: ways to save memory, the one that costs least time first
-select          of each ladder the first way that fits; of the micro-batches the largest ones
+                a ladder of savers: ways to save memory, the one that costs the least time first
+select          the first way of each ladder that fits, for the largest micro-batches
 weigh_way       plans a way in this process
 run_trial       measures a way in a short run
 """
@@ -60,7 +60,7 @@ _TUNED = (
     *_OFF,
     *_PATHS,
 )
-# the fewest idle ranks for little memory, for more memory, and with more messages
+# fewest idle ranks: for little memory, for more memory, and with more messages
 _SCHEDULES: tuple[Mapping[str, Any], ...] = (
     {_SCHEDULE: "1f1b", _CHUNKS: 1},
     {_SCHEDULE: "interleaved", _CHUNKS: 2},
@@ -70,16 +70,16 @@ _SCHEDULES: tuple[Mapping[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class TuneFacts:
-    """What stays as it is, and what the ds_config has now.
+    """The settings that all ways share, and the current values in ds_config.
 
     Args:
-        samples: of one optimizer step on one data-parallel rank.
-        current: the values that the ds_config has for the keys above, by dotted key; of those in
-            ``_OFF`` and of ``nvme_path`` only what saves memory now.
-        accelerator: whether ranks compute on GPUs, so that the host's memory is another one.
-        nvme_path: the folders for state that leaves for a disk; none where none is named.
+        samples: samples of one optimizer step on one data-parallel rank.
+        current: the ds_config's values for the keys above, by dotted key; for those in ``_OFF`` and
+            for ``nvme_path``, only values that save memory now.
+        accelerator: whether ranks compute on GPUs, so that the host's memory is separate.
+        nvme_path: the folders for state that moves to a disk; empty if none is configured.
         pipe: pipeline stages.
-        keep: dotted keys and sections that stay as they are.
+        keep: dotted keys and sections that must not change.
         smallest, largest: limits of the micro-batch.
     """
 
@@ -95,8 +95,8 @@ class TuneFacts:
 
 @dataclass(frozen=True)
 class TrainingWay:
-    """One way to train: the values of the keys that differ between ways. ``ladder`` names what it
-    shares with the ways that differ from it in micro-batch and savers only."""
+    """One way to train: the values of the keys that differ between ways. ``ladder`` is equal for
+    ways that differ only in micro-batch and savers."""
 
     values: tuple[tuple[str, Any], ...]
     ladder: tuple[tuple[str, Any], ...]
@@ -122,8 +122,8 @@ class TrainingWay:
 
 
 def kept_keys(words: Iterable[str]) -> tuple[str, ...]:
-    """Return the keys and sections of ``--keep`` by their own names. Raises ConfigError for one
-    that is the same in all ways, so that a slip is not taken for a wish."""
+    """Return the keys and sections of ``--keep`` by their canonical names. Raises ConfigError for a
+    key that no way changes, to catch mistyped keys."""
     found = tuple(word.removeprefix("hyperparameters.ds_config.") for word in words)
     for key in found:
         if not any(_is_kept(tuned, (key,)) for tuned in _TUNED):
@@ -138,7 +138,7 @@ def kept_keys(words: Iterable[str]) -> tuple[str, ...]:
 
 
 def _is_kept(key: str, keep: Collection[str]) -> bool:
-    """Return whether a key, a section around it, or the device that its path is of is kept."""
+    """Return whether a key, a section around it, or the device that its path belongs to is kept."""
     same = {key, key.replace(".nvme_path", ".device")}
     return any(each == kept or each.startswith(f"{kept}.") for each in same for kept in keep)
 
@@ -178,14 +178,14 @@ def own_way(facts: TuneFacts) -> TrainingWay:
 
 
 def _schedules(facts: TuneFacts) -> list[dict[str, Any]]:
-    """Return the values of each schedule that is not kept; without a pipeline, nothing once."""
+    """Return the values of each schedule that is not kept; without a pipeline, one empty dict."""
     found = [{key: value for key, value in each.items() if not _is_kept(key, facts.keep)} for each in _SCHEDULES]
     return [each for place, each in enumerate(found) if each not in found[:place]] if facts.pipe > 1 else [{}]
 
 
 def _savers(facts: TuneFacts, stage: int, accumulation: int) -> list[dict[str, Any]]:
-    """Return the ladder of a stage: values to set, from what moves least to what holds least.
-    Savers that the ds_config has switched on are off where a rung does not need them."""
+    """Return the ladder of a stage: values to set, from the least traffic to the least memory.
+    Savers that the ds_config enables are off where a rung does not need them."""
     several = accumulation > 1
     found: list[dict[str, Any]] = [{}]
     if facts.pipe > 1:
@@ -195,7 +195,7 @@ def _savers(facts: TuneFacts, stage: int, accumulation: int) -> list[dict[str, A
     elif stage == 3:
         fast = {_RESHARD: "step", **({_REDUCE: "boundary"} if several else {})}
         least = {_RESHARD: "forward", **({_REDUCE: "micro"} if several else {})}
-        # by default all of a small model always lives
+        # by default a small model is never freed
         found = [fast, {}, least, {**least, _PERSISTENCE: 0, _PREFETCH: 0}]
     places: list[dict[str, Any]] = [{"device": "cpu"}] if facts.accelerator else []
     places += [{"device": "nvme", "nvme_path": facts.nvme_path}] if facts.nvme_path else []
@@ -208,10 +208,10 @@ def _savers(facts: TuneFacts, stage: int, accumulation: int) -> list[dict[str, A
 
 @dataclass(frozen=True)
 class Weighed:
-    """What the plan says of a way: bytes of one rank, seconds of a step as an estimate that is good
-    for comparing only; or why there is no plan.
+    """The plan of a way: bytes of one rank, and an estimate of a step's seconds that is good only
+    for comparing ways; or why there is no plan.
 
-    ``samples``: of a micro-batch as the trial's loader gave it; None if unknown.
+    ``samples``: in a micro-batch, as the trial's loader returned it; None if unknown.
     """
 
     bytes: int = 0
@@ -225,8 +225,7 @@ def of_other_samples(way: TrainingWay, found: Weighed, own: TrainingWay, configu
     step of ``own``: its loader does not follow the micro-batch.
 
     Args:
-        configured: what is known of ``own``; without a plan of it, batches must be as large as the
-            micro-batch.
+        configured: the plan of ``own``; without one, batches must be as large as the micro-batch.
     """
     if found.refusal or found.samples is None:
         return found
@@ -244,8 +243,8 @@ def of_other_samples(way: TrainingWay, found: Weighed, own: TrainingWay, configu
 
 @dataclass(frozen=True)
 class Margin:
-    """What one rank needs in addition to the planned tensors: a part of them for the allocator, and
-    the process (interpreter, libraries, a GPU's context)."""
+    """The memory of one rank in addition to the planned tensors: a share of them for the allocator,
+    and the process (interpreter, libraries, a GPU's context)."""
 
     part: float
     process: int
@@ -257,7 +256,7 @@ class Margin:
 
 @dataclass(frozen=True)
 class Selection:
-    """The ways that are worth a trial, the best first, and why each other one is not."""
+    """The ways that are worth a trial, the best first, and why each of the others is not."""
 
     ways: tuple[TrainingWay, ...]
     pruned: tuple[tuple[TrainingWay, str], ...]
@@ -273,9 +272,9 @@ def select(
     sizes: int,
     own: TrainingWay,
 ) -> Selection:
-    """Return of each ladder and micro-batch the first way that fits, and of each ladder the
-    ``sizes`` largest micro-batches that do; ``own`` whenever it fits, and first. The others are
-    ordered by their estimated time.
+    """Return the first way of each ladder and micro-batch that fits, for the ``sizes`` largest
+    micro-batches of each ladder that do. ``own`` comes first if it fits; the others are ordered by
+    their estimated time.
 
     Args:
         weigh: plans a way; called only for the ways that are needed.
@@ -312,15 +311,15 @@ def select(
 # --- one way: planned, and measured ---
 
 # Elements per second between GPUs and between CPU ranks of one host, seconds to launch a
-# micro-batch, bytes per second to the host and to a disk. Good for an order, not for a time.
+# micro-batch, bytes per second to the host and to a disk. Good for ranking, not for real times.
 _GPU_LINK, _CPU_LINK, _MICRO_BATCH, _TO_HOST, _TO_DISK = 1e11, 2.5e9, 1e-3, 2e10, 1e9
-_AGAIN = 4 / 3  # the time of a step that computes its forwards twice
+_AGAIN = 4 / 3  # relative time of a step that computes its forwards twice
 _FEWEST = 3  # trials
 
 
 def facts_of(checked: CheckedRun, *, keep: Sequence[str], accelerator: bool) -> TuneFacts:
-    """Return what the tuner needs to know of an experiment whose ranks compute on GPUs
-    (``accelerator``) or not. Raises ConfigError if the trial gives its ds_config itself."""
+    """Return what the tuner needs to know about an experiment whose ranks compute on GPUs
+    (``accelerator``) or not. Raises ConfigError if the trial passes its own ds_config."""
     config, batch = checked.ds_config, checked.batch
     if config is None or batch is None:
         raise ConfigError(
@@ -373,7 +372,7 @@ def changes_of(way: TrainingWay) -> dict[KeyPath, Any]:
 
 
 def weigh_way(request: RunRequest, way: TrainingWay, machine: PlannedMachine, env: Mapping[str, str]) -> Weighed:
-    """Plan a way; what the trial or the engine refuses becomes the refusal."""
+    """Plan a way; an error of the trial or the engine becomes its refusal."""
     try:
         checked = check_run(replace(request, changes={**request.changes, **changes_of(way)}), env)
         with trial_planner(DryRunRequest.of(checked), machine) as planner:
@@ -382,11 +381,11 @@ def weigh_way(request: RunRequest, way: TrainingWay, machine: PlannedMachine, en
     except ZeroTrialError as error:
         return Weighed(refusal=" ".join(str(error).split()))
     finally:
-        gc.collect()  # a trial and its data, which refer to each other
+        gc.collect()  # frees a trial and its data, which refer to each other
 
 
 def _weighed(planner: Planner | PipelinePlanner, way: TrainingWay, ranks: int, memory: int | None) -> Weighed:
-    """Return what is known of a way; ``memory`` is that of the host, None if unknown."""
+    """Return the plan of a way; ``memory`` is the host's, None if unknown."""
     if isinstance(planner, PipelinePlanner):
         plan = planner.plan()
         again = _AGAIN if way.mapping.get("pipeline.activation_checkpoint_interval") else 1.0
@@ -410,20 +409,20 @@ def search_budget(
     tuning: AutotuningSection, fitting: int, trials: int | None = None, steps: int | None = None
 ) -> tuple[int, int]:
     """Return the most trials among ``fitting`` ways, and the optimizer steps of each, by
-    ds_config's autotuning section and what the command line asks for. Raises ConfigError."""
+    ds_config's autotuning section and the command line. Raises ConfigError."""
     for option, value in ("--trials", trials), ("--steps", steps):
         if value is not None and value < 1:
             raise ConfigError("there is nothing to measure", where=option, got=value, expected="at least 1")
     whole = tuning.tuner_type == "gridsearch" or not tuning.fast
     wanted = trials or tuning.tuner_num_trials or (fitting if whole else max(_FEWEST, fitting // 4))
     measured = steps or tuning.end_profile_step - tuning.start_profile_step + 1
-    # the first step is never measured: nothing says when it began
+    # the first step is never measured: its start time is unknown
     return min(wanted, fitting), max(tuning.start_profile_step - 1, 1) + measured
 
 
 def refuse_autotuning(tuning: AutotuningSection, batch: int) -> None:
-    """Raise ConfigError for what the autotuning section asks for and this tuner does not do, with
-    a global batch of ``batch`` samples."""
+    """Raise ConfigError for settings of the autotuning section that this tuner does not support,
+    with a global batch of ``batch`` samples."""
     if tuning.tuner_type == "random":
         raise ConfigError(
             "random order is not supported",
@@ -450,7 +449,7 @@ def refuse_autotuning(tuning: AutotuningSection, batch: int) -> None:
 
 @dataclass(frozen=True)
 class TuneTrial:
-    """The result of a way: steps per second, or None and ``why``; and its ``seconds``."""
+    """The result of a way: steps per second, or None and ``why``; and the trial's ``seconds``."""
 
     way: TrainingWay
     speed: float | None
@@ -459,8 +458,8 @@ class TuneTrial:
 
 
 def changes_of_trial(way: TrainingWay, steps: int) -> dict[KeyPath, Any]:
-    """Return what a trial changes in the experiment: the values of its way, and what makes the
-    trial report its speed after ``steps``, save nothing and write to no monitor."""
+    """Return a trial's changes of the experiment: the values of its way, and settings that make it
+    report its speed after ``steps``, save nothing and write to no monitor."""
     return {
         **changes_of(way),
         ("searcher", "metric"): SPEED_METRIC,
@@ -475,8 +474,8 @@ def changes_of_trial(way: TrainingWay, steps: int) -> dict[KeyPath, Any]:
 
 
 def run_trial(request: RunRequest, way: TrainingWay, steps: int, screen: Screen, env: Mapping[str, str]) -> TuneTrial:
-    """Train a way for ``steps`` as ``zero-trial run`` does; the folder stays only if the trial
-    failed.
+    """Train a way for ``steps`` as ``zero-trial run`` does; the run's folder is kept only if the
+    trial failed.
 
     Raises KeyboardInterrupt if the user ended it.
     """

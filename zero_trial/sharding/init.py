@@ -1,7 +1,7 @@
-"""``zero.Init``: builds a model of which no rank ever holds the whole.
+"""``zero.Init``: builds a model that no rank ever holds as a whole.
 
 A parameter is cut into shards as soon as the module that owns it is assigned to its parent: at that
-moment the module's own initialization is over. Code that touches such a parameter later in the same
+moment the module's own initialization is done. Code that touches such a parameter later in the same
 block (``self.apply(init_weights)``, ``nn.init.normal_(self.head.weight)``) works: the parameter is
 gathered for it and cut again afterwards, at most OPEN of them whole at a time. Random numbers are
 drawn as without Init, so the model is the same, bit for bit (with a 16-bit dtype, rounded at the
@@ -55,7 +55,7 @@ class PreSharded:
     """One parameter's shard on this rank: ``ceil(numel / N)`` elements, padded to ALIGN; the
     parameter itself keeps only its shape.
 
-    Cutting is collective over ``comm``: rank 0's values are everyone's.
+    Cutting is collective over ``comm``: all ranks get rank 0's values.
     """
 
     module = None
@@ -78,7 +78,7 @@ class PreSharded:
 
     @property
     def part(self) -> torch.Tensor:
-        """The shard. Raises TrialError once it is spent."""
+        """The shard. Raises TrialError after :meth:`spend`."""
         if self._part is None:
             raise TrialError(
                 "the parameter's values were passed to an engine whose build failed",
@@ -89,7 +89,7 @@ class PreSharded:
         return self._part
 
     def spend(self) -> None:
-        """Free the shard: an engine has its values."""
+        """Free the shard: an engine has taken over its values."""
         self._part = None
 
     def cast(self, dtype: torch.dtype) -> None:
@@ -101,7 +101,7 @@ class PreSharded:
 
     def cut(self) -> None:
         """Keep this rank's part of the parameter's current value and free the rest. Does nothing
-        while GatheredParameters holds the parameter. Collective, if the value is there."""
+        while GatheredParameters holds the parameter. Collective, if the value is in memory."""
         if not self.live or self._opened:
             return
         values = self._param.detach().contiguous()
@@ -154,7 +154,7 @@ class PreSharded:
 
     def open(self, params: list[nn.Parameter], *, reads: bool) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            # what was written until now stays, whatever becomes of the edits that follow
+            # values written until now are kept, even if the following edits fail
             self.cut()
             self.lift()
             if reads and not self._opened:

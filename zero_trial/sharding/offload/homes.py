@@ -69,7 +69,7 @@ class Homes:
         copier: between the host and that device; None if parameters are on the host or stay.
         buffer_size: elements of a buffer of parameters at most; none is larger than the largest
             shard.
-        buffer_count: buffers of parameters; together they hold at most a quarter of the parameters.
+        buffer_count: buffers of parameters; together they hold at most a quarter of the offloaded.
         on_host: updates run on the host.
         budget: elements whose state goes to ``masters``; None for all. Groups are not split, so
             more state than requested may stay in memory, never less.

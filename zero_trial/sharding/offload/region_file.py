@@ -59,7 +59,7 @@ class DiskFailure:
         self.first: StorageError | None = None
 
     def record(self, folders: Sequence[Path], fault: BaseException) -> StorageError:
-        """Return the error for a fault of one of ``folders``."""
+        """Return the error for a failure in one of ``folders``."""
         error = StorageError(
             "offloaded state could not be read or written",
             where=", ".join(map(str, folders)),
@@ -82,13 +82,13 @@ class DiskFailure:
 
 
 class RegionFile:
-    """One unnamed file per folder, of ``nbytes`` together at first; they grow. ``bytes_read`` and
-    ``bytes_written`` count what callers asked for.
+    """One unnamed file per folder, ``nbytes`` in total at first; files grow. ``bytes_read`` and
+    ``bytes_written`` count the bytes that callers requested.
 
     Args:
-        block: bytes of a request.
+        block: bytes per request.
         threads: requests in flight for each folder.
-        where: the key that lists the folders.
+        where: the ds_config key that lists the folders, for messages.
         failure: shared by all regions of the rank.
 
     Raises ConfigError for a folder that cannot be used, and DoesNotFit if a disk is too small.
@@ -145,7 +145,7 @@ class RegionFile:
         return self._start(os.pwritev, offset, source)
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return the bytes from ``offset`` on, to read and to write; only inside :meth:`mapped`."""
+        """Return the bytes from ``offset`` on, for reads and writes; only inside :meth:`mapped`."""
         number, place = divmod(offset, _SPAN)
         return self._areas[number][place : place + nbytes]
 
@@ -194,7 +194,7 @@ class RegionFile:
         self.failure.require_none()
         number, start = divmod(offset, _SPAN)
         file = self._files[number]
-        # The requests hold it, and with it the tensor, until they end, also if no one waits.
+        # The requests keep it and the tensor alive until they end, even if no one waits.
         memory = tensor.detach().view(torch.uint8).numpy().data
         requests = [
             self._pool.submit(file.transfer, act, direct, memory[begin : min(begin + self._block, high)], start + begin)
@@ -206,8 +206,8 @@ class RegionFile:
 
 class _File:
     """The part of a region in one folder: a file that is open twice, through the page cache and
-    (``direct``, None if that does not work) past it. It is closed with its last holder, the region
-    or a request in flight."""
+    (``direct``, None if that does not work) past it. It is closed when neither the region nor a
+    request in flight refers to it."""
 
     def __init__(self, folder: Path, where: str) -> None:
         self.folder = folder
@@ -236,7 +236,7 @@ class _File:
         os.unlink(path)
 
     def allocate(self, nbytes: int) -> None:
-        """Grow to ``nbytes``, with blocks on the disk."""
+        """Grow to ``nbytes``, with blocks allocated on the disk."""
         if nbytes <= self.size:
             return
         free = shutil.disk_usage(self.folder).free  # before: a failed allocation may have taken all of it
@@ -267,7 +267,7 @@ class _File:
         yield False, high, nbytes
 
     def transfer(self, act: _Act, direct: bool, memory: memoryview, offset: int) -> None:
-        """Repeat a call that did only part of its work; no progress is an error."""
+        """Repeat the call until everything is transferred; raise OSError without progress."""
         descriptor = self.direct if direct and self.direct is not None else self.cached
         done = 0
         while done < len(memory):
@@ -309,8 +309,7 @@ def transfer_buffer(nbytes: int) -> torch.Tensor:
 
     Uses large pages if the kernel has them: a transfer pins and describes each page, which for 96
     MiB takes 10 ms of CPU in small pages and 3 in large ones. A forked process sees zeros instead:
-    with pages shared until one of both writes, a transfer's bytes could end up in the other
-    process.
+    with pages shared until either process writes, a transfer's bytes could end up in the other one.
     """
     size = max(nbytes, 1)
     slack = _LARGE_PAGE if size >= _LARGE_PAGE else 0
@@ -324,5 +323,5 @@ def transfer_buffer(nbytes: int) -> torch.Tensor:
 
 
 def whole_pages(nbytes: int) -> int:
-    """Round up to what can be mapped and transferred."""
+    """Round up to whole pages, which can be mapped and transferred."""
     return round_up(nbytes, max(BLOCK, mmap.PAGESIZE))

@@ -1,5 +1,5 @@
-"""Regions, in which offloaded bytes live: host memory, or files on disks
-(:mod:`zero_trial.sharding.offload.region_file`); and the ring of buffers through which they pass.
+"""Regions that hold offloaded bytes: host memory, or files on disks
+(:mod:`zero_trial.sharding.offload.region_file`); and the ring of buffers through which bytes pass.
 
     file      region ──read──► buffer ──────────────copy──► where it is used        (CPU rank)
     file      region ──read──► pinned half ──copy──► device half ──copy──► ...      (device)
@@ -19,14 +19,14 @@ from zero_trial.sharding.layout import round_up
 from zero_trial.sharding.offload.copies import Copier, Copy
 from zero_trial.sharding.offload.region_file import BLOCK, RegionFile, Transfer
 
-# elements: pieces are cut at multiples of it, so that for every dtype cuts are between blocks of
-# the disk
+# elements: pieces are cut at multiples of this, so that cuts are between blocks of the disk for
+# every dtype
 CUT = BLOCK
 MOST = 1 << 22  # elements of a buffer: 16 MiB of fp32; disks reach their best rate with less
 
 
 class HostRegion:
-    """A region without a file: (pinned) host memory that a device copies from and to."""
+    """A region without a file: (pinned) host memory, with copies from and to a device."""
 
     def __init__(self, nbytes: int, copier: Copier) -> None:
         self._copier = copier
@@ -50,7 +50,7 @@ class HostRegion:
         return self._copier.copy(source, self.view(offset, source.nbytes))
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return the bytes from ``offset`` on, to read and to write."""
+        """Return the bytes from ``offset`` on, for reads and writes."""
         return self.area[offset : offset + nbytes]
 
     def mapped(self) -> AbstractContextManager[None]:
@@ -67,7 +67,7 @@ Region = HostRegion | RegionFile
 
 
 class _Ordered:
-    """A copy to a device: who waits for it orders the device's later work after it."""
+    """A copy to a device: waiting for it makes the device's later work run after it."""
 
     def __init__(self, copy: Copy) -> None:
         self.done = copy.done
@@ -75,8 +75,8 @@ class _Ordered:
 
 
 class _ThenUp:
-    """A read of a file into host memory, after which a device copies it. The copy comes after the
-    work that the device had when the read began, and runs next to all later work."""
+    """A read of a file into host memory, followed by a copy to a device. The copy runs after the
+    device's work that was submitted before the read, and in parallel to all later work."""
 
     def __init__(self, reading: Transfer, copier: Copier, source: torch.Tensor, into: torch.Tensor) -> None:
         self._reading = reading
@@ -103,8 +103,8 @@ class Buffer:
     ``copier`` copies from and to it, and ``host`` is memory between it and files; None if there are
     no files.
 
-    Waiting for a read into ``near`` of a device orders the device's later work after it; waiting
-    for a write waits on the host.
+    Waiting for a read into a device's ``near`` makes the device's later work run after it; waiting
+    for a write blocks the host.
     """
 
     def __init__(self, near: torch.Tensor, host: torch.Tensor | None = None, copier: Copier | None = None) -> None:
@@ -132,7 +132,7 @@ class Buffer:
         return region.write(offset, host)
 
     def _idle_host(self, low: int, nbytes: int) -> torch.Tensor:
-        """Return a part of the host half, after the device has read what was there."""
+        """Return a part of the host half, once the device has read its previous content."""
         if self._up is not None:
             self._up.start().wait()
             self._up = None
@@ -142,15 +142,15 @@ class Buffer:
 
 
 class Ring:
-    """Buffers that are free, or that leave: transfers from them are in flight, and they are free
-    afterwards. Everything else is with a caller of :meth:`take`."""
+    """Buffers that are free, or being written out: they are free once their transfers are done. All
+    other buffers are with a caller of :meth:`take`."""
 
     def __init__(self, buffers: Iterable[Buffer]) -> None:
         self._free = deque(buffers)
         self._leaving: deque[tuple[Buffer, Sequence[Transfer]]] = deque()
 
     def take(self, *, wait: bool = False) -> Buffer | None:
-        """Return a free buffer, or None. ``wait``: wait for the first that left if none is free."""
+        """Return a free buffer. If none is free, wait for the oldest (``wait``) or return None."""
         while self._leaving:
             buffer, transfers = self._leaving[0]
             if not all(transfer.done() for transfer in transfers) and (self._free or not wait):
@@ -162,26 +162,26 @@ class Ring:
         return self._free.popleft() if self._free else None
 
     def give(self, buffer: Buffer, transfers: Sequence[Transfer] = ()) -> None:
-        """Take a buffer back, which is free when ``transfers`` are over."""
+        """Take a buffer back; it is free when ``transfers`` are done."""
         if transfers:
             self._leaving.append((buffer, transfers))
         else:
             self._free.append(buffer)
 
     def drain(self) -> None:
-        """Wait until nothing leaves."""
+        """Wait until no transfer is in flight."""
         wait_for(transfer for _, transfers in self._leaving for transfer in transfers)
         self._free.extend(buffer for buffer, _ in self._leaving)
         self._leaving.clear()
 
     @property
     def buffers(self) -> list[Buffer]:
-        """The buffers that are with no caller."""
+        """The buffers that no caller holds."""
         return [*self._free, *(buffer for buffer, _ in self._leaving)]
 
 
 def wait_for(transfers: Iterable[Transfer]) -> None:
-    """Wait for all of them, also behind one that failed; raise the first failure."""
+    """Wait for all ``transfers``, even after one fails; raise the first failure."""
     first: StorageError | None = None
     for transfer in transfers:
         try:

@@ -1,5 +1,5 @@
-"""Updates of what is offloaded: gradients, masters, state, and new values of pieces pass through a
-ring of buffers, read ahead of the update and written behind it.
+"""Updates of offloaded values: gradients, masters, state, and new values of pieces pass through a
+ring of buffers, read before the update and written after it.
 
     backward   read piece 0, 1, 2
     buffer 0   update 0 | write 0        | read piece 3 ...
@@ -17,17 +17,17 @@ ring of buffers, read ahead of the update and written behind it.
 
 Whole tensors do not pass through the ring: in a step that has some, regions are mapped while their
 owners update them, round by round (:mod:`zero_trial.sharding.whole_tensors`). Their state, of any
-shapes, has its room in the region of masters from the step that makes it on; from a device it is
-in the region, or in host memory, and visits the device for its round.
+shapes, has space in the region of masters from the step that creates it on. A device's state is in
+the region, or in host memory, and is copied to the device for its round.
 
 A slot whose region is host memory is updated in place. Traffic per step of a rank with n elements:
-what is in files, once in each direction; for Adam 2 x 12 n bytes with 16-bit parameters (master and
-two moments), 2 x 8 n with fp32 parameters, which are their own masters and stay. The first step
+all bytes in files, once in each direction; for Adam 2 x 12 n bytes with 16-bit parameters (master
+and two moments), 2 x 8 n with fp32 parameters, which are their own masters and stay. The first step
 reads masters only: there are no moments yet. If parameters are in a file, too, an update writes 2 n
-more bytes of 16-bit ones, or reads and writes 4 n of fp32 ones. Between a device and its host: a
-gradient down and a parameter up, 2 or 4 bytes each.
+more bytes if they are 16-bit, or reads and writes 4 n if they are fp32. Between a device and its
+host: a gradient down and a parameter up, 2 or 4 bytes each.
 
-Memory: the ring, at most a quarter of what is updated through it
+Memory: the ring, at most a quarter of the bytes updated through it
 (:func:`zero_trial.sharding.offload.regions.buffer_elements`).
 """
 
@@ -56,8 +56,8 @@ from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, StateStore
 from zero_trial.sharding.whole_tensors import WholeTensor
 
-_PROBE = 96  # elements: no count or factor of a state is so long
-# schedulers put wrappers of these on the object, which would step the real one
+_PROBE = 96  # elements: no count or factor of a state is this long
+# schedulers put wrappers of these on the object, and the wrappers would step the real optimizer
 _OWN = ("step", "zero_grad")
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -74,9 +74,9 @@ def state_columns(
     base: torch.optim.Optimizer, dtype: torch.dtype = torch.float32, opt_groups: Collection[int] | None = None
 ) -> list[StateColumn]:
     """Find the columns of all groups (or ``opt_groups``) of an elementwise optimizer for weights in
-    ``dtype``, in the order in which it makes them.
+    ``dtype``, in the order in which the optimizer creates them.
 
-    A twin of ``base`` makes one step on a few zeros; ``base`` stays as it is.
+    A copy of ``base`` takes one step on a few zeros; ``base`` does not change.
     """
     twin: torch.optim.Optimizer = object.__new__(type(base))
     twin.__dict__.update({key: value for key, value in base.__dict__.items() if key not in _OWN})
@@ -89,7 +89,7 @@ def state_columns(
         weight = nn.Parameter(torch.zeros(_PROBE, dtype=dtype, device="cpu"))
         weight.grad = torch.zeros_like(weight)
         twin.param_groups.append({**opt_group, "params": [weight]})
-        if isinstance(base, torch.optim.Adagrad):  # the one that makes its state when it is built
+        if isinstance(base, torch.optim.Adagrad):  # the only one that creates state in its constructor
             twin.state[weight] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(weight)}
     if twin.param_groups:
         twin.step()
@@ -101,17 +101,16 @@ def state_columns(
     return [StateColumn(kind, dtype) for kind, dtype in found.items()]
 
 
-# kinds of slots next to those of the optimizer's state
+# kinds of slots in addition to those of the optimizer's state
 MASTER, ROUNDED, GRADIENT = "<master>", "<rounded>", "<gradient>"
 
 
 @dataclass(frozen=True)
 class Slot:
     """Where the elements of one kind of a piece are: in a region (None: on the device), and in the
-    buffer that their piece has.
+    piece's buffer.
 
-    ``offset`` (in the region) and ``start`` (in the buffer) are bytes, with the same remainder by
-    BLOCK.
+    ``offset`` (in the region) and ``start`` (in the buffer) are bytes, and equal modulo BLOCK.
     """
 
     region: Region | None
@@ -128,15 +127,15 @@ class Slot:
         return buffer.near[self.start : self.start + self.nbytes].view(self.dtype)
 
     def in_region(self) -> torch.Tensor | None:
-        """Return the values between steps; of a file only inside :meth:`Homes.lent`."""
+        """Return the values between steps; if in a file, only inside :meth:`Homes.lent`."""
         return None if self.region is None else self.region.view(self.offset, self.nbytes).view(self.dtype)
 
 
 @dataclass(frozen=True)
 class OffloadedPiece(ShardPiece):
-    """A piece of which something is offloaded.
+    """A piece with offloaded values.
 
-    ``slots``: all of it that passes through a buffer, by kind; of UpdateStore. ``borrowed``: its
+    ``slots``: its values that pass through a buffer, by kind, set by UpdateStore. ``borrowed``: its
     gradient and new 16-bit values, while they are in a buffer.
     """
 
@@ -149,22 +148,22 @@ class OffloadedPiece(ShardPiece):
 
     @property
     def rounded(self) -> torch.Tensor | None:
-        """The buffer for new 16-bit values during the piece's update; the shard, if that is where
-        updates run; None if nothing is rounded."""
+        """The buffer for new 16-bit values during the piece's update; the shard, if updates run
+        where it is; None if nothing is rounded."""
         return self.borrowed.get(ROUNDED) if ROUNDED in self.slots else super().rounded
 
 
 @dataclass(frozen=True, eq=False)
 class _WholeState:
-    """A tensor of the state of a whole tensor, and its home between steps: a place in a region, or
-    host memory."""
+    """A state tensor of a whole tensor, and its home between steps: a place in a region, or host
+    memory."""
 
     value: torch.Tensor
     home: Place | torch.Tensor
     strides: tuple[int, ...]
 
     def values(self) -> torch.Tensor:
-        """Return the values; in a file only inside :meth:`Homes.lent`."""
+        """Return the values; if in a file, only inside :meth:`Homes.lent`."""
         if isinstance(self.home, torch.Tensor):
             return self.home
         return self.home.view(self.value.numel()).as_strided(self.value.shape, self.strides)
@@ -172,7 +171,7 @@ class _WholeState:
 
 @dataclass
 class _Loaded:
-    """A piece whose slots are in a buffer, or on the way there."""
+    """A piece whose slots are in a buffer, or being read into it."""
 
     piece: OffloadedPiece
     buffer: Buffer
@@ -180,26 +179,26 @@ class _Loaded:
 
 
 class _Step(enum.Enum):
-    """Where an update is. ``prefetch`` goes from IDLE to EXPECTED, ``batches`` to UNDER_WAY and at
-    its end to IDLE; ``_drain`` goes to IDLE from everywhere."""
+    """The state of an update. ``prefetch`` changes IDLE to EXPECTED, ``batches`` changes it to
+    UNDER_WAY and at its end to IDLE; ``_drain`` changes any state to IDLE."""
 
     IDLE = enum.auto()
-    EXPECTED = enum.auto()  # what is loaded is for the step that comes
+    EXPECTED = enum.auto()  # pieces are loaded for the coming step
     UNDER_WAY = enum.auto()
 
 
 class UpdateStore(StateStore):
-    """The store of pieces of which something is offloaded.
+    """The store of pieces with offloaded values.
 
-    Pieces go one by one, in their order, in every step. Between steps their tensors in regions keep
+    A step updates the pieces one by one, in order. Between steps their tensors in regions keep
     shape and dtype and read as NaN; inside :meth:`lent` they can be read and written. State that is
     in no column stays in memory, where updates run.
 
     Args:
-        homes: what has moved parameters and masters away.
-        state: the optimizer's, by weight.
-        columns: of the optimizer, by the weight's dtype.
-        buffer_numel: elements of a piece at most.
+        homes: holds the offloaded parameters and masters.
+        state: the optimizer's state, by weight.
+        columns: the optimizer's columns, by the weight's dtype.
+        buffer_numel: most elements of a piece.
         buffer_count: buffers in the ring.
         copier: between the host, where updates run, and the device of gradients and parameters;
             None: they run where those are.
@@ -237,17 +236,17 @@ class UpdateStore(StateStore):
         self._step = _Step.IDLE
         self._begun: torch.Event | None = None  # the device's work before the step's copies
         homes.lend_state = self._lent
-        with self.lent():  # an optimizer that makes its state when it is built
+        with self.lent():  # for an optimizer that creates state in its constructor
             pass
 
     def _places_of(
         self, group: ParamGroup, columns: Mapping[torch.dtype, Sequence[StateColumn]]
     ) -> dict[str, Place | torch.dtype]:
-        """Return all of the group that passes through buffers, by kind, and reserve room for its
-        state. What is on the device has a dtype alone.
+        """Return the group's values that pass through buffers, by kind, and reserve space for its
+        state. For values on the device, return only the dtype.
 
-        A shard that is its own master is MASTER; else MASTER and ROUNDED are two, in whatever
-        region each is.
+        A shard that is its own master is MASTER; else MASTER and ROUNDED are separate, each in its
+        own region.
         """
         homes, found = self.homes, dict[str, Place | torch.dtype]()
         if (master := homes.master_of(group)) is not None:
@@ -264,7 +263,7 @@ class UpdateStore(StateStore):
         return found
 
     def _lay_out(self, piece: OffloadedPiece, places: Mapping[str, Place | torch.dtype], buffer_numel: int) -> int:
-        """Fill the piece's slots; return the bytes of a buffer of at most ``buffer_numel``."""
+        """Fill the piece's slots; return the bytes of a buffer for at most ``buffer_numel``."""
         if self._copier is not None:
             places = {**places, GRADIENT: piece.grad_buffer.shard.dtype}
         start = 0
@@ -278,7 +277,7 @@ class UpdateStore(StateStore):
         return start
 
     def _in_place(self, slot: Slot) -> bool:
-        """Return whether updates, on the host of a device, use the slot's values in its region."""
+        """Return whether updates on a device's host use the slot's values in its region."""
         return self._copier is not None and isinstance(slot.region, HostRegion)
 
     def _values(self, slot: Slot, buffer: Buffer) -> torch.Tensor:
@@ -300,7 +299,7 @@ class UpdateStore(StateStore):
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The ring's memory where the model computes: none of the host's for a device."""
+        """The ring's memory where the model computes: without host memory if that is a device."""
         return [] if self._copier is not None else [buffer.near for buffer in self.ring]
 
     # --- one step ---------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """Pipelines: schedules as data, the passes that add messages and sharding to them, the simulator
-that proves them, and what runs them.
+that verifies them, and the executor that runs them.
 
 Names that need torch are loaded on first use: drawing a schedule does not.
 """

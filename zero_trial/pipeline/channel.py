@@ -1,17 +1,17 @@
 """Point-to-point channels between pipeline ranks: a value becomes a payload, its description and
 bytes, and a value again.
 
-Values are tensors of any dtype in tuples, lists, dicts and what else torch's pytree can describe,
-with None, booleans, numbers and strings between them.
+Values are tensors of any dtype, None, booleans, numbers and strings, in tuples, lists, dicts and
+any other container that torch's pytree can describe.
 
     header    HEADER bytes: the length of the note, which is JSON, and the note or its beginning
-    note      the rest of a long one. It has the action, the samples, the payload's bytes and the
-              value's description; or why the sender failed
+    note      the rest of a long note. It has the action, the samples, the payload's bytes and the
+              value's description; or the sender's error
     payload   the tensors' bytes
 
 Messages between two ranks arrive in the order of the sends. The next header is requested before it
-is needed, so a message moves while its receiver computes; nothing waits for a send before the step
-ends. Payloads are counted as ``send``, headers as ``header``.
+is needed, so a message is transferred while its receiver computes; no rank waits for a send before
+the step ends. Payloads are counted as ``send``, headers as ``header``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Payload:
     differentiable: list[bool] = field(default_factory=list)
 
     def wanted(self) -> list[torch.Tensor]:
-        """Return the tensors whose gradients are wanted."""
+        """Return the tensors that need gradients."""
         return [tensor for tensor, wanted in zip(self.tensors, self.differentiable, strict=True) if wanted]
 
 
@@ -119,8 +119,8 @@ def _not_sent(value: Any, leaf: Any) -> TrialError:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the tensors' bytes (n,) uint8, each at a multiple of ALIGN; a view where there is one
-    tensor only. None if there are no bytes."""
+    """Return the tensors' bytes (n,) uint8, each at a multiple of ALIGN; a view if there is only
+    one tensor. None if there are no bytes."""
     parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     if sum(part.numel() for part in parts) == 0:
         return None
@@ -142,7 +142,7 @@ def unpack(description: str, raw: torch.Tensor | None, device: torch.device) -> 
         if size == 0 or raw is None:
             tensor = torch.empty(shape, dtype=dtype, device=device)
         else:
-            # No view: autograd lets a layer work in place on it.
+            # Not a view: autograd must let a layer change it in place.
             tensor = torch.empty(0, dtype=dtype, device=device)
             tensor.set_(raw.untyped_storage(), offset // dtype.itemsize, shape)  # type: ignore[call-overload]
         offset += size + -size % ALIGN
@@ -161,7 +161,7 @@ LINGER_SECONDS = 2.0
 
 
 def message_tags(channel: int, number: int) -> int:
-    """Return the tag of a channel's message, different from collectives' and other engines'."""
+    """Return the tag of a channel's message, which no collective or other engine uses."""
     return FIRST_MESSAGE_TAG + (number % 16 << 11) | channel & 0x7FF
 
 
@@ -180,7 +180,7 @@ class SendChannel:
         self._under_way: deque[Message] = deque()
 
     def send(self, action: Action, value: object, samples: int) -> None:
-        """Start to send ``value``, whose tensors must stay as they are until :meth:`finish`."""
+        """Start to send ``value``, whose tensors must not change until :meth:`finish`."""
         description, payload = to_payload(value)
         raw = pack(payload.tensors)
         size = raw.numel() if raw is not None else 0
@@ -192,14 +192,14 @@ class SendChannel:
 
     def fail(self, why: str) -> None:
         """Send the error ``why`` in place of the message that the other rank waits for. Does not
-        wait: :meth:`linger` does, a little."""
+        wait; :meth:`linger` waits briefly."""
         try:
             self._announce((why[:4000],), "failure")
         except MeshError:
             self._under_way.clear()  # the other rank is gone and needs no error
 
     def linger(self) -> None:
-        """Wait at most ``LINGER_SECONDS`` for messages under way."""
+        """Wait at most ``LINGER_SECONDS`` for messages in flight."""
         end = time.monotonic() + LINGER_SECONDS
         while self._under_way and time.monotonic() < end:
             if self._under_way[0].done:
@@ -209,7 +209,7 @@ class SendChannel:
         self._under_way.clear()
 
     def finish(self) -> None:
-        """Wait until everything has left."""
+        """Wait until everything is sent."""
         while self._under_way:
             self._under_way.popleft().wait()
 
@@ -228,7 +228,7 @@ class SendChannel:
 
 
 class ReceiveChannel:
-    """Receives on this rank from pipeline rank ``source``; tensors come to ``device``."""
+    """Receives on this rank from pipeline rank ``source``; tensors are put on ``device``."""
 
     def __init__(self, comm: AxisComm, source: int, channel: int, device: torch.device) -> None:
         self._comm = comm
@@ -245,8 +245,8 @@ class ReceiveChannel:
         self._request_header()
 
     def take(self, action: Action) -> tuple[Payload, int]:
-        """Return the next message, which must be that of the receive ``action``, and how many
-        samples its micro-batch has. Raises PeerFailed, or MeshError for another message."""
+        """Return the next message, which must match the receive ``action``, and the samples of its
+        micro-batch. Raises PeerFailed, or MeshError for any other message."""
         if self._next is None:
             self._expected = max(self._expected, 1)
             self._request_header()

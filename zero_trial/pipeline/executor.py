@@ -1,5 +1,5 @@
 """Read the input of a pipeline step, and perform one rank's row of a schedule with it, action by
-action. The caller says what the sharding actions do."""
+action. The caller implements the sharding actions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from zero_trial.util.failures import known_fault, user_frame
 
 # --- the input of a step --------------------------------------------------------------------------
 #
-# The rank of the first chunk reads inputs; that of the last reads labels if it has an iterator of
-# its own, which must give the same batches; if it has none, labels travel through the pipe. All
-# exchange how many micro-batches and samples they got before anything runs, so that all see the end
-# of the data, or of one rank's data, and none hangs.
+# The first chunk's rank reads inputs. The last chunk's rank reads labels if it has an iterator of
+# its own, which must return the same batches; otherwise labels are sent through the pipeline. All
+# ranks exchange how many micro-batches and samples they got before anything runs, so that all see
+# the end of the data, or of one rank's data, and none hangs.
 
 HAS_ITERATOR, GOT, SAMPLES, LEAST, MOST = range(5)
 
@@ -32,18 +32,18 @@ Read = Callable[[Any], tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class StepInput:
-    """What this rank has read for a step, and what all ranks have agreed on.
+    """This rank's input of a step, and the facts that all ranks have agreed on.
 
     Args:
-        inputs: by micro-batch, only where the first chunk is.
-        labels: by micro-batch, only where they are used or sent from.
-        samples: of each micro-batch, known where ``inputs`` are.
-        labels_travel: labels go through the pipe with the activations.
-        micro_batches: of the step, the same on all ranks.
-        total: samples that all reading ranks have together.
+        inputs: by micro-batch, only on the first chunk's rank.
+        labels: by micro-batch, only on ranks that use or send them.
+        samples: number of samples of each micro-batch, known where ``inputs`` are.
+        labels_travel: labels are sent through the pipeline with the activations.
+        micro_batches: number of micro-batches of the step, the same on all ranks.
+        total: number of samples of all reading ranks together.
         alike: all micro-batches of all ranks have the same number of samples.
-        lines: ranks that read inputs: data-parallel ones, and model-parallel ones, which read the
-            same.
+        lines: number of ranks that read inputs: data-parallel ones, and model-parallel ones, which
+            read the same.
     """
 
     inputs: Sequence[Any] = ()
@@ -56,7 +56,7 @@ class StepInput:
     lines: int = 1
 
     def share(self, samples: int) -> float:
-        """Return a micro-batch's part of what all lines read; the parts add up to 1."""
+        """Return a micro-batch's share of the samples that all lines read; shares add up to 1."""
         if self.alike:
             return 1.0 / (self.micro_batches * self.lines)
         return samples / self.total
@@ -68,8 +68,8 @@ def read_step(
     """Read at most ``wanted`` micro-batches, as many as every reading rank has. Collective over the
     world.
 
-    Raises StopIteration on all ranks where none has any; DataError where one has fewer than
-    another, or where the first stage has no iterator.
+    Raises StopIteration on all ranks if no rank has data; DataError if one rank has fewer
+    micro-batches than another, or if the first stage has no iterator.
     """
     here = mesh.coordinates["pipe"]
     first, last = placement.ranks[0], placement.ranks[-1]
@@ -106,7 +106,7 @@ def read_step(
 
 
 def sample_count(value: Any) -> int:
-    """Return the length of the first tensor's first dimension; 1 where there is none."""
+    """Return the length of the first tensor's first dimension; 1 if there is none."""
     tensors = tensors_in(value)
     return int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1
 
@@ -143,7 +143,7 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 class ChunkSharding(Protocol):
-    """Does what a schedule's sharding actions say to the chunks of this rank."""
+    """Performs a schedule's sharding actions on the chunks of this rank."""
 
     def unshard(self, chunk: int) -> None:
         """Start to unshard the chunk's parameters; ``need`` waits for them."""
@@ -174,7 +174,7 @@ class LastStageResult:
 @dataclass(frozen=True)
 class StepOptions:
     """What a run computes. ``scale``: the factor on each micro-batch's share of the loss before its
-    backward; on all of its loss where ``weight`` gives the loss a weight."""
+    backward, or on its whole loss if ``weight`` gives the loss a weight."""
 
     training: bool = True
     loss: Loss | None = None  # None: no losses are computed
@@ -218,16 +218,16 @@ class Executor:
             ActionKind.RESHARD: lambda action: self._shards.reshard(action.chunk),
             ActionKind.REDUCE: lambda action: self._shards.reduce(action.chunk),
             ActionKind.TIED_REDUCE: lambda action: self._shards.tied_reduce(action.micro_batch),
-            ActionKind.STEP: lambda action: None,  # the engine's, after this
+            ActionKind.STEP: lambda action: None,  # the engine steps after this
         }
         self._run: _Run
 
     def run(self, schedule: Schedule, batch: StepInput, options: StepOptions) -> LastStageResult:
-        """Perform the row. Afterwards gradients are being reduced, and messages may still be under
-        way: :meth:`finish` waits for those.
+        """Perform the row. Afterwards gradients are being reduced, and messages may still be in
+        flight: :meth:`finish` waits for them.
 
-        Raises TrialError for what a layer raises (naming rank, micro-batch and action), PeerFailed
-        for what a layer of another rank raised, MeshError for a rank that is gone.
+        Raises TrialError if a layer raises (naming rank, micro-batch and action), PeerFailed if a
+        layer of another rank raised, MeshError if a rank is lost.
         """
         self._run = run = _Run(schedule.placement, batch, options)
         action = None
@@ -244,7 +244,7 @@ class Executor:
         return run.outcome
 
     def finish(self) -> None:
-        """Wait until every message of this rank has left."""
+        """Wait until every message of this rank is sent."""
         for channel in self._out.values():
             channel.finish()
 
@@ -269,7 +269,7 @@ class Executor:
                 self._hand_on(action, output, label)
 
     def _hand_on(self, action: Action, output: Any, label: Any) -> None:
-        """Make the output the next chunk's input, here or by a message."""
+        """Pass the output to the next chunk, on this rank or by a message."""
         run, chunk, number = self._run, action.chunk, action.micro_batch
         if chunk == 0 and run.batch.labels_travel:
             label = run.batch.labels[number]
@@ -346,7 +346,7 @@ class Executor:
     # --- faults -----------------------------------------------------------------------------------
 
     def _fail(self, error: Exception, stages: int, action: Action | None) -> NoReturn:
-        """Send the other pipeline ranks the reason why this one stops in ``action``, then raise."""
+        """Tell the other pipeline ranks why this one stops in ``action``, then raise."""
         fault = error if isinstance(error, ZeroTrialError) else known_fault(error)
         if fault is None:
             world_rank = self.comm.ranks[self.comm.index]
@@ -362,7 +362,7 @@ class Executor:
 
 @dataclass
 class _Run:
-    """One run's tables: what waits for its action, by chunk and micro-batch or by the send."""
+    """One run's values that wait for their action, by chunk and micro-batch or by the send."""
 
     place: ChunkPlacement
     batch: StepInput
@@ -375,7 +375,7 @@ class _Run:
 
 
 def _without_label(payload: Payload) -> tuple[Payload, Any]:
-    """Separate what travelled together: activations, whose tensors come first, and label."""
+    """Separate activations, whose tensors come first, from the label sent with them."""
     value, label = payload.value
     count = len(tensors_in(value))
     return Payload(value, payload.tensors[:count], payload.differentiable[:count]), label

@@ -1,5 +1,5 @@
-"""Layers of a pipeline: described now and built later, only where they are needed; joined to
-chunks; timed; and partitioned. DeepSpeed's arguments."""
+"""Layers of a pipeline: described first and built later, only where they are needed; joined into
+chunks; timed; and partitioned. Arguments are DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class TiedLayerSpec(LayerSpec):
 
 
 def layer_facts(layer: Layer) -> LayerFacts:
-    """Return what partitioning needs of a layer. A spec is built on the meta device: without
-    memory, and without drawing random numbers."""
+    """Return what partitioning needs to know about a layer. A spec is built on the meta device:
+    without memory, and without drawing random numbers."""
     if isinstance(layer, LayerSpec):
         return LayerFacts(layer.typename.__name__, _trainable(_build_on_meta(layer)))
     if isinstance(layer, nn.Module):
@@ -94,7 +94,7 @@ def layer_facts(layer: Layer) -> LayerFacts:
 
 def tied_chunks(layers: Sequence[Layer], bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """Return for each key of tied layers the chunks that hold it, in the order of the keys' first
-    layers; ``bounds`` as ``partition`` gives them."""
+    layers; ``bounds`` as returned by ``partition``."""
     found: dict[str, set[int]] = {}
     for chunk, (first, after) in enumerate(pairwise(bounds)):
         for layer in layers[first:after]:
@@ -127,12 +127,12 @@ Call = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class LayerSeeds:
-    """Layer i of the model is built after ``function(base + i)``, so that its first weights are the
-    same however the model is cut.
+    """Layer i of the model is built after ``function(base + i)``, so that its initial weights do
+    not depend on the partition.
 
-    It sets the random state of the whole process, as DeepSpeed's ``seed_layers`` does; and, as
-    there, again before each layer's forward: micro-batch n (1, 2, ... through all steps) of layer i
-    runs after ``function(n * base + i)``, so dropout is the same however the model is cut.
+    Sets the random state of the whole process, like DeepSpeed's ``seed_layers``, and like it again
+    before each layer's forward: micro-batch n (1, 2, ... over all steps) of layer i runs after
+    ``function(n * base + i)``, so dropout does not depend on the partition either.
     """
 
     base: int = 1234
@@ -141,7 +141,7 @@ class LayerSeeds:
 
 @dataclass(frozen=True)
 class Recompute:
-    """``interval`` layers at a time keep their input only and run again in backward:
+    """Groups of ``interval`` layers keep only their input and run again in backward:
     ``function(run, input)``.
 
     Layers without parameters to train are not recomputed; ``classes`` limits it to layers of these
@@ -153,7 +153,7 @@ class Recompute:
     classes: tuple[str, ...] | None = None
 
     def fits(self, modules: Sequence[nn.Module]) -> bool:
-        """Return whether a run of layers is to be recomputed, by DeepSpeed's rule."""
+        """Return whether these consecutive layers are recomputed, by DeepSpeed's rule."""
         if self.classes is not None:
             return bool(modules) and all(type(module).__name__ in self.classes for module in modules)
         return any(param.requires_grad for module in modules for param in module.parameters())
@@ -164,9 +164,9 @@ class Chunk(nn.Module):
     built.
 
     Parameters have DeepSpeed's names: ``3.weight`` for layer 3 of the whole model,
-    ``tied_modules.KEY.weight`` for tied ones. ``tied`` is shared by the chunks of one rank, so that
-    a weight is there once. Tied modules of other ranks start with other values: the engine makes
-    them alike before training.
+    ``tied_modules.KEY.weight`` for tied ones. The chunks of one rank share ``tied``, so that a
+    weight exists once. Tied modules of other ranks start with other values: the engine makes them
+    equal before training.
     """
 
     def __init__(
@@ -189,10 +189,10 @@ class Chunk(nn.Module):
         self._calls = [self._add(layers[index], index, seeds) for index in range(first, after)]
 
     def forward(self, value: Any, micro_batch: int | None = None) -> Any:
-        """Return the layers' composition, with any value that the layers agree on between them.
+        """Run the layers one after the other, with values of any type between them.
 
-        ``micro_batch``: the number that the seeds of the forward follow from; by default one more
-            than at the last call.
+        ``micro_batch``: the number that determines the seeds of the forward; by default one more
+            than in the last call.
         """
         self._micro_batch = self._micro_batch + 1 if micro_batch is None else micro_batch
         recompute, count = self._recompute, len(self._calls)
@@ -209,7 +209,7 @@ class Chunk(nn.Module):
 
     @property
     def recomputes(self) -> bool:
-        """Return whether some of its activations are computed again in backward."""
+        """Return whether some activations are recomputed in backward."""
         return self._recompute is not None and self._recompute.interval > 0
 
     def set_recompute(self, recompute: Recompute | None) -> None:
@@ -225,7 +225,7 @@ class Chunk(nn.Module):
         return value
 
     def _add(self, layer: Layer, index: int, seeds: LayerSeeds | None) -> Call:
-        """Build and register a layer: what is called for it."""
+        """Build and register a layer; return the callable that runs it."""
         if seeds is not None:
             seeds.function(seeds.base + index)
         if isinstance(layer, TiedLayerSpec):
@@ -254,8 +254,8 @@ def layer_times(
     """Measure the seconds of each layer's forward and backward: rank 0's, the best of three rounds,
     on every rank. Collective over the world.
 
-    Builds one layer after the other and keeps none; the random state afterwards is that before.
-    ``example``: what the first layer gets, or a function without arguments that makes it.
+    Builds one layer after the other and keeps none; restores the random state. ``example``: the
+    first layer's input, or a function without arguments that returns it.
     """
     if example is None:
         raise ConfigError(
@@ -288,7 +288,7 @@ def _measure(chunk: Chunk, value: Any, clock: Callable[[], float]) -> tuple[Any,
 
 
 def _as_leaf(leaf: Any) -> Any:
-    """Return a copy, so that a layer may work in place."""
+    """Return a copy, so that a layer may change it in place."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     copy = leaf.detach().clone()
@@ -297,7 +297,7 @@ def _as_leaf(leaf: Any) -> Any:
 
 # --- partition: where a list of layers is cut into contiguous parts ---
 #
-# A partition of n layers in p parts is p + 1 boundaries, as DeepSpeed has it: part i is layers
+# A partition of n layers into p parts is p + 1 boundaries, as in DeepSpeed: part i is layers
 # ``bounds[i]`` to ``bounds[i + 1] - 1``.
 
 _METHODS = "uniform, parameters, type:REGEX or profile"
@@ -306,18 +306,18 @@ _WHERE = "PipelineModule partition_method"
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What partitioning knows of a layer: its class's name, and its trainable elements."""
+    """What partitioning knows about a layer: its class's name, and its trainable elements."""
 
     name: str
     elements: int
 
 
 def partition(method: str, layers: Sequence[LayerFacts], parts: int, times: Sequence[float] | None = None) -> list[int]:
-    """Return the boundaries by DeepSpeed's ``partition_method``, in any case.
+    """Return the boundaries by DeepSpeed's ``partition_method``, whose case is ignored.
 
     ``uniform`` counts layers, ``parameters`` trainable elements, ``type:REGEX`` the layers whose
-    name the expression is found in (case does not matter), ``profile`` the measured ``times`` of
-    the layers in any unit. Raises ConfigError for another method or where it cannot be used.
+    class name contains a match (case is ignored), ``profile`` the measured ``times`` of the layers
+    in any unit. Raises ConfigError for an unknown method, or one that cannot be used here.
     """
     kind = method.strip().lower()
     if kind == "uniform":
@@ -346,7 +346,7 @@ def uniform(layers: int, parts: int) -> list[int]:
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """Return the cut whose heaviest part is as light as can be, no part being empty; among such
+    """Return the cut without empty parts whose heaviest part is as light as possible; among such
     cuts the most even one (least sum of squares).
 
     Exact, by dynamic programming in O(parts x n^2): first the least heaviest part, then the most
@@ -365,7 +365,7 @@ def _cut(sums: Sequence[float], parts: int, *, limit: float, heaviest: bool) -> 
     """Return the best cut in parts of at most ``limit``, by its heaviest part or by its sum of
     squares: its price and its boundaries."""
     count = len(sums) - 1
-    # best[n] is the price of the first n layers in as many parts as rounds so far; back has where
+    # best[n] is the cost of the first n layers in as many parts as rounds so far; back holds where
     # the last of these parts begins.
     best = [0.0] + [inf] * count
     back: list[list[int]] = []
@@ -375,7 +375,7 @@ def _cut(sums: Sequence[float], parts: int, *, limit: float, heaviest: bool) -> 
             for begin in range(end - 1, -1, -1):
                 weight = sums[end] - sums[begin]
                 if weight > limit:
-                    break  # and more so with further layers
+                    break  # more layers only add to it
                 price = max(best[begin], weight) if heaviest else best[begin] + weight * weight
                 if price < prices[end]:
                     prices[end], begins[end] = price, begin

@@ -1,5 +1,5 @@
 """Lowering: from a schedule of computations to one with messages, sharding, reductions and the
-optimizer's step; and the policy that says which sharding actions there are. Pure.
+optimizer's step; and the policy that decides which sharding actions there are. Pure.
 
     build("1f1b", 2, 2), rank 1   1F0 1B0 1F1 1B1
     lowered, parameters held      1UNSHARD 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
@@ -37,8 +37,8 @@ def lower(
     reduction: ReductionTiming = ReductionTiming.BOUNDARY,
     ties: Sequence[Sequence[int]] = (),
 ) -> Schedule:
-    """Return the schedule of computations with everything else that a step does; no computation
-    moves. A schedule without backwards gets neither reductions nor a step.
+    """Return the schedule of computations with everything else that a step does; the order of
+    computations stays. A schedule without backwards gets neither reductions nor a step.
 
     Each weight that chunks on several ranks share (``ties``) gets the sum of its gradients there,
     after each rank has reduced its own. Only the shard that a rank owns is summed, so it moves 1/D
@@ -69,7 +69,7 @@ def lower(
 
 
 def forwards_of(schedule: Schedule) -> Schedule:
-    """Return the schedule's forwards alone, to be lowered: what an evaluation performs."""
+    """Return only the schedule's forwards, to be lowered for an evaluation."""
     rows = tuple(tuple(action for action in row if action.kind is ActionKind.F) for row in schedule.rows)
     return replace(schedule, name=f"{schedule.name} forwards", rows=rows, training=False)
 
@@ -77,10 +77,10 @@ def forwards_of(schedule: Schedule) -> Schedule:
 def _lowered_row(schedule: Schedule, rank: int, channels: Channels) -> Iterator[Action]:
     """Yield a rank's computations with messages, gathers, frees and reductions.
 
-    A gather is under way while its rank waits for a message, and a result is sent before its rank
-    turns to freeing and reducing. Receives between two ranks come in the order of the sends: a
-    message that was sent before the one that is needed is received before it, and kept. So a
-    channel needs no tags, and a receive never waits for more than the computation after it does.
+    A gather is in flight while its rank waits for a message, and a result is sent before its rank
+    frees and reduces. Receives between two ranks follow the order of the sends: a message that was
+    sent before the needed one is received before it, and kept. So a channel needs no tags, and a
+    receive never waits for more than the computation after it does.
     """
     place, row = schedule.placement, schedule.rows[rank]
     opens, closes = _lives(row, schedule.parameters)
@@ -109,8 +109,8 @@ def _lives(row: Row, parameters: ParameterLifetime | None) -> tuple[set[int], se
     """Return the computations of a row before which parameters are gathered, and those after which
     they are freed.
 
-    A weight gradient counts as a computation that reads parameters, which holds for every way of
-    cutting a backward in two. Each gather moves the chunk's parameters x (D-1)/D elements per rank.
+    A weight gradient counts as a computation that reads parameters, which is true for every way of
+    splitting a backward. Each gather moves the chunk's parameters x (D-1)/D elements per rank.
     """
     places = range(len(row))
     if parameters is None:
@@ -130,7 +130,7 @@ def _lives(row: Row, parameters: ParameterLifetime | None) -> tuple[set[int], se
 
 @dataclass(frozen=True)
 class Sharding:
-    """What a ZeRO plan cuts into shards and frees, as far as a schedule has to know it:
+    """What a ZeRO plan shards and frees, as far as a schedule needs to know:
     ``Sharding(*plan.cuts)``.
 
     ``optimizer``: each rank updates a shard. ``gradients``: full ones are freed once they are

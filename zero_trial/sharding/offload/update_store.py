@@ -312,20 +312,20 @@ class UpdateStore(StateStore):
     #   4. give_back() moves them back to their regions, starts the writes and the copy of new
     #      values to the device, and gives the buffer to the ring, which hands it out after those.
     #
-    # Regions are read again only after the ring has drained (prefetch), so that no step reads what
-    # the step before has not written yet. An exception between 3 and 4 leaves the step UNDER_WAY:
-    # the next prefetch(), batches() or lent() drains, and goes on from what the regions hold.
+    # Regions are read again only after the ring has drained (prefetch), so that no step reads
+    # values that the previous step has not written yet. An exception between 3 and 4 leaves the
+    # step UNDER_WAY: the next prefetch(), batches() or lent() drains and uses the regions' values.
 
     def prefetch(self) -> None:
-        """Read what the coming step needs first, into the buffers that there are. After a skipped
-        step it is still there for the next. Where whole tensors come first, nothing is read."""
+        """Read the first pieces of the coming step into all buffers. After a skipped step they are
+        still there for the next. If whole tensors are updated first, nothing is read."""
         if not self._whole:
             self._expect()
 
     def _expect(self) -> None:
         if self.homes.failure.first is not None:
             return
-        if self._step is _Step.UNDER_WAY:  # it was interrupted
+        if self._step is _Step.UNDER_WAY:  # the step was interrupted
             self._drain()
         if self._step is _Step.IDLE:
             self._ring.drain()  # what the step before wrote must be there before it is read
@@ -362,10 +362,10 @@ class UpdateStore(StateStore):
                 self._tensor(now.piece, kind).data = self._values(slot, now.buffer)
 
     def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
-        """Start to write what the update changed; return whether 16-bit copies are up to date."""
+        """Start writing what the update changed; return whether 16-bit copies are up to date."""
         now = self._loaded[0]
         piece, buffer = now.piece, now.buffer
-        # The master is away after this. If it is rounded elsewhere, that must be done now.
+        # After this the master is not in memory. If it is rounded elsewhere, do that now.
         copy = self._values(piece.slots[ROUNDED], buffer) if ROUNDED in piece.slots else piece.rounded
         if copy is not None and not (rounded and piece.rounded is not None):
             copy.copy_(piece.weight.detach())
@@ -406,13 +406,13 @@ class UpdateStore(StateStore):
                 self._fetch_gradient(loaded, self._copier)
 
     def _fetch_gradient(self, loaded: _Loaded, copier: Copier) -> None:
-        """Start to copy the piece's gradient down."""
+        """Start copying the piece's gradient to the host."""
         piece = loaded.piece
         source = piece.grad_buffer.reduced()[piece.low : piece.high]
         loaded.transfers.append(copier.copy(source, piece.slots[GRADIENT].in_buffer(loaded.buffer), self._begun))
 
     def wait(self) -> None:
-        """Return when all that was given back is on the disk. Only a measurement needs it."""
+        """Wait until everything given back is on the disk. Only measurements need this."""
         self._ring.drain()
 
     # --- between steps ----------------------------------------------------------------------------
@@ -423,7 +423,7 @@ class UpdateStore(StateStore):
 
     @contextmanager
     def _lent(self) -> Iterator[None]:
-        """Let weights and state point into the regions, where state may be made or replaced."""
+        """Make weights and state point into the regions, where state may be created or replaced."""
         self._drain()
         for piece, kind, values in self._in_regions():
             if self._keeps(piece, kind):
@@ -453,8 +453,8 @@ class UpdateStore(StateStore):
             self._put_state(tensor)
 
     def _put_state(self, tensor: WholeTensor) -> None:
-        """Move the state of a whole tensor to where it is between steps. Tensors that the optimizer
-        has replaced leave their room to new ones."""
+        """Move the state of a whole tensor to its place between steps. New tensors reuse the space
+        of those that the optimizer has replaced."""
         region = self.homes.masters if self.homes.keeps_state_of(tensor.group) else None
         if region is None and self._copier is None:
             return
@@ -507,12 +507,12 @@ class UpdateStore(StateStore):
         try:
             self._drain()
         except StorageError:
-            pass  # what was not written is not needed any more
+            pass  # values that were not written are no longer needed
         finally:
             self.homes.close()
 
     def _drain(self) -> None:
-        """Wait until all buffers are free, also those of an interrupted step."""
+        """Wait until all buffers are free, including those of an interrupted step."""
         self._coming.clear()
         self._step = _Step.IDLE
         wait_for(transfer for loaded in self._loaded for transfer in loaded.transfers)
@@ -529,7 +529,7 @@ class UpdateStore(StateStore):
         return tensor
 
     def _keeps(self, piece: OffloadedPiece, kind: str) -> bool:
-        """Return whether a region holds it and it is still wanted: state may be cleared."""
+        """Return whether a region holds this kind and it is still needed: state may be cleared."""
         return (id(piece), kind) in self._stored and self._has(piece, kind)
 
     def _has(self, piece: OffloadedPiece, kind: str) -> bool:

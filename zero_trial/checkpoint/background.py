@@ -1,20 +1,20 @@
-"""Save a checkpoint while training goes on.
+"""Save a checkpoint while training continues.
 
-    call            rank 0 makes the temporary folder; each rank writes what lives on NVMe into a
-                    file of its own, and copies what user code can write to into host memory
+    call            rank 0 creates the temporary folder; each rank writes its states on NVMe into a
+                    separate file, and copies values that user code can change into host memory
     background      each rank copies masters and optimizer state, tensor by tensor, in the order in
                     which parts are updated, and writes all copies, with SHA-256; ranks other than 0
-                    leave a report beside their file. Rank 0 waits for those, writes the manifest,
-                    renames
-    an update       waits until the part that it writes is copied: masters and optimizer state of a
-                    group of parameters, which are written together
-    step boundary   one exchange of one integer per rank, only while a save is under way: all ranks
+                    leave a report next to their file. Rank 0 waits for the reports, writes the
+                    manifest and renames the folder
+    an update       waits until the part that it changes is copied: masters and optimizer state of a
+                    group of parameters, which are changed together
+    step boundary   one exchange of one integer per rank, only while a save is running: all ranks
                     learn at the same step that it is complete, or that it failed
 
-The commit needs no collective, since all ranks see one folder. So a save also completes while the
-interpreters end: their threads are waited for.
+The commit needs no collective, since all ranks see the same folder. So a save also completes while
+the interpreters exit, which wait for their threads.
 
-Host memory: the bytes of what a rank writes, less what lives on NVMe. With Adam that is 12/N per
+Host memory: the bytes that a rank writes, except its states on NVMe. With Adam that is 12/N per
 parameter in fp32 (parameters and two moments) and in 16 bits (masters and moments), N ranks on the
 shard axis; at stage 0 the first rank has 12, the others none. Pinned where tensors are on a device.
 """
@@ -55,7 +55,7 @@ from zero_trial.util.text import format_bytes
 # --- copies in host memory ------------------------------------------------------------------------
 
 
-_ALIGNED = 64  # bytes: where a copy of a tensor may begin
+_ALIGNED = 64  # bytes: copies of tensors begin at multiples of this
 
 Hold = Callable[[Callable[[], None]], None]
 """Takes what must be called, once, before the next write to the tensors of a part."""
@@ -69,12 +69,12 @@ class _Part(NamedTuple):
 
 
 class Snapshot:
-    """Copies of slices as they are when it is made; see the top of this file.
+    """Copies of slices as of the snapshot's creation; see the top of this file.
 
     Attributes:
         slices: with copies as their tensors. They hold the values after :meth:`finish`.
-        waited: seconds for which writes were held back.
-        given_up: copy no more tensors than the one in flight; writes wait for nothing else.
+        waited: seconds for which writes were delayed.
+        given_up: copy no tensor after the one in flight, the last that writes wait for.
     """
 
     def __init__(self, slices: Sequence[Slice], parts: Sequence[_Part], stream: torch.Stream | None) -> None:
@@ -84,7 +84,7 @@ class Snapshot:
         self._parts, self._stream = parts, stream
 
     def wait_for(self, part: int) -> None:
-        """Wait until no source of ``part`` is needed any more."""
+        """Wait until no source of ``part`` is needed anymore."""
         begin = time.perf_counter()
         self._parts[part].copied.wait()
         self.waited += time.perf_counter() - begin
@@ -94,7 +94,7 @@ class Snapshot:
         stream = self._stream
         try:
             with torch_module(stream.device).stream(stream) if stream is not None else nullcontext():
-                # The order is that of the update, so that the first group waits least.
+                # In the order of the update, so that the first group waits least.
                 for part in self._parts:
                     while part.copies and not self.given_up:
                         _copy(*part.copies.pop(0))
@@ -115,10 +115,10 @@ class SnapshotBuffer:
         return self._area.numel()
 
     def _reserve(self, nbytes: int, pinned: bool) -> torch.Tensor:
-        """Make room for ``nbytes``. Raises CheckpointError where the machine, or our control group,
-        has not so much left: the kernel would kill a process."""
+        """Reserve ``nbytes``. Raises CheckpointError if the machine, or our control group, has less
+        memory left: the kernel would kill a process."""
         if nbytes > self._area.numel():
-            self._area = torch.empty(0, dtype=torch.uint8)  # first give back what is too small
+            self._area = torch.empty(0, dtype=torch.uint8)  # first free the area that is too small
             left = available_memory()
             if left is not None and nbytes > left:
                 raise CheckpointError(
@@ -128,13 +128,13 @@ class SnapshotBuffer:
                     expected=f"{format_bytes(nbytes)} for this rank",
                     fix="Give the ranks more memory, or save with asynchronous=False.",
                 )
-            # touched now, so that ranks that ask after this one see what is left
+            # touch the pages now, so that ranks that check later see the memory that is left
             self._area = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
         return self._area
 
     def take(self, slices: Sequence[Slice], later: Sequence[tuple[Hold, Sequence[Slice]]] = ()) -> Snapshot:
         """Copy ``slices``, and begin a snapshot of them and of the parts ``later``, whose writers
-        are asked to wait. :meth:`Snapshot.finish` must follow, in another thread."""
+        must wait. :meth:`Snapshot.finish` must follow, in another thread."""
         everything = [*slices, *(part for _, own in later for part in own)]
         ends = list(accumulate((-(-part.tensor.nbytes // _ALIGNED) * _ALIGNED for part in everything), initial=0))
         devices = [part.tensor.device for part in everything if is_accelerator(part.tensor.device)]
@@ -147,7 +147,7 @@ class SnapshotBuffer:
         for target, source in islice(pairs, len(slices)):
             _copy(target, source)
         stream: Any = None
-        if devices:  # of its own, after all that is enqueued: copies do not wait for the next forward
+        if devices:  # a separate stream, after all enqueued work: copies do not wait for the next forward
             stream = torch_module(devices[0]).Stream(devices[0])
             stream.wait_stream(torch_module(devices[0]).current_stream(devices[0]))
         parts = [_Part(list(islice(pairs, len(own))), threading.Event()) for _, own in later]
@@ -158,9 +158,9 @@ class SnapshotBuffer:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy into memory of the host. memmove releases the GIL and stays on this thread; torch's copy
-    between tensors of the host waits for its pool of threads at the end of every tensor: 16 ms on a
-    busy machine."""
+    """Copy into host memory. memmove releases the GIL and stays on this thread; torch's copy
+    between host tensors waits for its thread pool at the end of every tensor: 16 ms on a busy
+    machine."""
     if source.is_cpu:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
     else:
@@ -169,17 +169,17 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 log = logging.getLogger("zero_trial")
 
-_LOOK_SECONDS = 0.02  # how often rank 0 looks for the reports of other ranks
+_LOOK_SECONDS = 0.02  # interval at which rank 0 looks for the reports of other ranks
 _PATIENCE_SECONDS = 30.0
 """How long rank 0 waits for the others' reports after its own program has ended, counted from the
 last change of any file: their programs may have been killed."""
 
-# How far a rank's part of a save is. Rank 0 is done when the checkpoint is complete.
+# The progress of a rank's part of a save. Rank 0 is done when the checkpoint is complete.
 _WRITING, _DONE, _FAILED = range(3)
 
 
 class _BackgroundSave:
-    """This rank's part of one save under way: a thread that writes, and how far it is.
+    """This rank's part of one running save: a thread that writes, and its progress.
 
     Attributes:
         fault: why this rank's part has failed.
@@ -206,7 +206,7 @@ class _BackgroundSave:
         """Write the snapshot in a thread. ``first``: the report of what was written at the call."""
         self._snapshot = snapshot
         arguments = (snapshot, first, rank_state, commit)
-        # not a daemon: the interpreter waits for it at its end
+        # not a daemon: the interpreter waits for it at exit
         self.thread = threading.Thread(target=self._run, args=arguments, name="zero_trial-checkpoint", daemon=False)
         self.thread.start()
 
@@ -218,7 +218,7 @@ class _BackgroundSave:
             log.error("checkpoint %s is not complete: %s Earlier checkpoints are unaffected.", self.final, self.fault)
 
     def give_up(self) -> None:
-        """End within a few megabytes of writing, and leave nothing of this rank's thread behind."""
+        """Stop within a few megabytes of writing, and wait until this rank's thread has ended."""
         self._given_up.set()
         if self._snapshot is not None:
             self._snapshot.given_up = True
@@ -235,7 +235,7 @@ class _BackgroundSave:
             more = write_file(self.folder / rank_file(self._index), snapshot.slices, self._disk, self._require_going_on)
             report = json.dumps({**_joined(first, more), "rank_state": rank_state}, allow_nan=False)
             if self._index:
-                # under its name when it is whole
+                # rename it once it is complete
                 path = self.folder / _report_name(self._index)
                 self._disk.write(path.with_suffix(".part"), [report.encode()])
                 self._disk.rename(path.with_suffix(".part"), path)
@@ -288,11 +288,11 @@ def _report_name(rank: int) -> str:
 
 
 class BackgroundSaver:
-    """The saves of one engine that training does not wait for, at most one at a time. :meth:`save`,
-    :meth:`poll` and :meth:`wait` are collective over ``ranks``.
+    """The background saves of one engine, at most one at a time. :meth:`save`, :meth:`poll` and
+    :meth:`wait` are collective over ``ranks``.
 
     Attributes:
-        current: the save that has begun and whose end the ranks have not agreed on; there is one on
+        current: the save that has begun and whose end the ranks have not agreed on; it exists on
             all ranks, or on none.
     """
 
@@ -321,32 +321,31 @@ class BackgroundSaver:
         rank_state: Any = None,
         world: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Begin to save what all ranks give as ``<directory>/<tag>``; return when ``slices`` are
-        copied.
+        """Begin to save the slices of all ranks as ``<directory>/<tag>``; return when ``slices``
+        are copied.
 
-        A save that is under way is waited for. What the background finds wrong, on any rank, is
-        raised by :meth:`poll`.
+        First waits for a running save. :meth:`poll` raises errors of the background, on any rank.
 
         Args:
-            slices: are copied at once.
-            later: are copied before they are written to.
-            on_disk: are written at once, since their memory is a mapped file.
+            slices: copied at once.
+            later: copied before their next change.
+            on_disk: written at once, since their memory is a mapped file.
             step: and state, rank_state, world: see :func:`save_checkpoint`.
 
-        Raises CheckpointError on every rank if rank 0 cannot make the folder, or if the save before
-        failed.
+        Raises CheckpointError on every rank if rank 0 cannot create the folder, or if the previous
+        save failed.
         """
         if self.current is not None:
             if self._ranks.index == 0:
                 log.warning("save_checkpoint waits for the previous checkpoint, which is still being written")
             self.wait()
-        final = Path(directory).absolute() / check_tag(tag)  # the program may change its folder
+        final = Path(directory).absolute() / check_tag(tag)  # the program may change its working directory
         folder = Path(agree(self._ranks, final, "checkpoint folder", lambda: str(begin(final, self._disk))))
         save = _BackgroundSave(folder, final, self._ranks, self._disk)
         try:
             first = write_file(folder / rank_file(self._ranks.index, "-nvme"), on_disk, self._disk)
             snapshot = self._buffer.take(slices, later)
-        except Exception as fault:  # a full disk, no memory: the other ranks do not know it yet
+        except Exception as fault:  # a full disk, no memory: the other ranks do not know yet
             save.fail(fault)
         else:
             last = partial(commit, folder, final, step=step, state=state, world=world or {}, disk=self._disk)
@@ -355,11 +354,11 @@ class BackgroundSaver:
         return final
 
     def poll(self) -> Path | None:
-        """Return the path of a save that has become complete on all ranks since the last call, else
-        None. One exchange of an integer per rank.
+        """Return the path of a save that was completed on all ranks since the last call, else None.
+        One exchange of an integer per rank.
 
-        Raises CheckpointError on every rank if any rank could not write its part; the checkpoints
-        before are untouched.
+        Raises CheckpointError on every rank if any rank could not write its part; earlier
+        checkpoints are untouched.
         """
         save = self.current
         if save is None:
@@ -375,7 +374,7 @@ class BackgroundSaver:
         return save.final
 
     def wait(self) -> Path | None:
-        """Wait for the save under way; return its path, or None. Raises like :meth:`poll`."""
+        """Wait for the running save; return its path, or None. Raises like :meth:`poll`."""
         while (save := self.current) is not None:
             if save.state == _WRITING:
                 save.thread.join(0.2)  # in turns, so that no exchange waits for a whole file
@@ -384,14 +383,14 @@ class BackgroundSaver:
         return None
 
     def abandon(self) -> None:
-        """Give up a save under way, without the other ranks; local. A temporary folder may stay,
+        """Abort a running save, without the other ranks; local. A temporary folder may remain,
         which the next save of that name removes."""
         if self.current is not None:
             self.current.give_up()
             self.current = None
 
     def close(self) -> None:
-        """Wait for the save under way; free the memory for copies, whatever it raises."""
+        """Wait for the running save; free the memory for copies even if it raises."""
         try:
             self.wait()
         finally:
@@ -400,7 +399,7 @@ class BackgroundSaver:
     def _fail(self, save: _BackgroundSave) -> None:
         save.give_up()
         self.current = None
-        # also the moment from which no rank writes into the folder any more
+        # from this moment on, no rank writes into the folder anymore
         faults = [fault for fault in self._ranks.gather_json(save.fault, "checkpoint faults") if fault is not None]
         if self._ranks.index == 0:
             self._disk.remove_folder(save.folder)

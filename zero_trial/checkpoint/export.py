@@ -1,4 +1,4 @@
-"""Export a checkpoint's weights as safetensors files that any program reads.
+"""Export a checkpoint's weights as safetensors files that any program can read.
 
     OUT.safetensors                         one file, if OUT is named like one
     OUT/model.safetensors                   one file in a folder, if everything fits into a shard
@@ -44,8 +44,8 @@ from zero_trial.errors import CheckpointError, ConfigError
 
 
 class WeightSource(Enum):
-    """Which values of a weight to export: its master in the optimizer, where there is one, what
-    forward computes with, or the moving average of the master (ds_config's ``ema``)."""
+    """Which values of a weight to export: its master in the optimizer if there is one, the values
+    that forward uses, or the moving average of the master (ds_config's ``ema``)."""
 
     MASTERS = "masters"
     MODEL = "model"
@@ -79,7 +79,7 @@ class ExportPlan:
     Attributes:
         shards: the tensors of each file, in their order there.
         aliases: tied names, which are not written again.
-        took: which weights these are, for the user.
+        took: the kind of weights, for messages.
     """
 
     shards: tuple[tuple[ExportItem, ...], ...]
@@ -107,11 +107,11 @@ def plan_export(
     """Plan the files of an export.
 
     Args:
-        dtype: of all floating tensors; None leaves each as it is.
-        shard_bytes: a file holds at most so much, or one tensor.
+        dtype: of all floating-point tensors; None keeps each dtype.
+        shard_bytes: most bytes of a file, unless it holds a single tensor.
 
     Raises ConfigError for a model of several parallel parts unless one ``part`` is named,
-    CheckpointError where there is nothing to write.
+    CheckpointError if there is nothing to write.
     """
     chosen = inventory.in_part(_part(inventory, part, where))
     if not chosen:
@@ -161,7 +161,7 @@ def _item(held: StoredTensor, weights: WeightSource, dtype: str | None) -> Expor
 
 
 def _cut(items: Iterable[ExportItem], limit: int | None) -> tuple[tuple[ExportItem, ...], ...]:
-    """Fill files in the model's order up to ``limit`` bytes. Within a file wide dtypes come first,
+    """Fill files in the model's order up to ``limit`` bytes. In each file, wide dtypes come first,
     so that every tensor begins at a multiple of its element's size."""
     shards: list[list[ExportItem]] = [[]]
     room = limit
@@ -176,7 +176,7 @@ def _cut(items: Iterable[ExportItem], limit: int | None) -> tuple[tuple[ExportIt
 
 
 def _took(params: Iterable[StoredTensor], weights: WeightSource) -> str:
-    """Say which of two sets of weights these are."""
+    """Return the words for the kind of weights."""
     listed = list(params)
     masters = [held for held in listed if held.is_master]
     unknown = [held for held in listed if held.lives is None]
@@ -198,7 +198,7 @@ def kinds_text(names: Iterable[str | None]) -> str:
     return ", ".join(name for name, _ in Counter(name for name in names if name).most_common()) or "none"
 
 
-# The export itself: streamed, and whole or not there at all.
+# The export itself: streamed, and either complete or absent.
 
 SUFFIX = ".safetensors"
 
@@ -209,7 +209,7 @@ class Exported:
 
     Attributes:
         files: the index last.
-        overflowed: by tensor, values that were finite and are not in its new dtype.
+        overflowed: by tensor, the number of finite values that its new dtype cannot hold.
     """
 
     files: dict[Path, int]  # bytes
@@ -217,8 +217,8 @@ class Exported:
 
 
 def file_names(out: Path, shards: int) -> list[Path]:
-    """Name the shards' files, and the index if there are several. Raises ConfigError if one of
-    them, or something else in the way, exists."""
+    """Name the shards' files, and the index if there are several. Raises ConfigError if one of them
+    exists, or something else that prevents writing them."""
     if out.suffix == SUFFIX:
         if shards > 1:
             raise ConfigError(
@@ -251,9 +251,9 @@ CHUNK_BYTES = 1 << 24
 
 
 def write_export(reader: CheckpointReader, plan: ExportPlan, out: Path, progress: Progress | None = None) -> Exported:
-    """Write every file beside its place and rename all at the end, the index last.
+    """Write every file under a temporary name and rename all at the end, the index last.
 
-    Raises ConfigError and CheckpointError, and leaves nothing behind then. ``progress`` gets the
+    Raises ConfigError and CheckpointError, and then leaves no files behind. ``progress`` gets the
     bytes as they are written.
     """
     paths = file_names(out, len(plan.shards))
@@ -305,11 +305,11 @@ def _shard_chunks(
                 overflowed[item.name] += lost
             if progress is not None:
                 progress(values.nbytes)
-            yield tensor_bytes(values)  # this frame keeps it until the next is asked for
+            yield tensor_bytes(values)  # this frame keeps it alive until the next is requested
 
 
 def _overflows(before: torch.Tensor, after: torch.Tensor) -> int:
-    """Count the values that were finite and are not any more."""
+    """Count the values that were finite before and are not after."""
     if before.dtype == after.dtype or not before.is_floating_point():
         return 0
     if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max:

@@ -1,11 +1,11 @@
 """Write a checkpoint as a folder of torch.distributed.checkpoint, for FSDP2 and torchtitan.
 
-    model.<name>                              parameters (masters where there are any) and buffers
+    model.<name>                              parameters (masters where they exist) and buffers
     optimizer.state.<name>.<kind>             moments and step
-    optimizer.param_groups.<i>.<setting>      as torch.distributed.checkpoint.state_dict gives them
+    optimizer.param_groups.<i>.<setting>      as torch.distributed.checkpoint.state_dict names them
 
-What ``get_state_dict`` asks for is there: settings that this project's optimizers do not have get
-torch's defaults. Memory: the largest tensor.
+The folder has all that ``get_state_dict`` asks for: settings that this project's optimizers do not
+have get torch's defaults. Memory: the largest tensor.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _TORCH = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.opt
 def dcp_state(
     reader: CheckpointReader, *, with_optimizer: bool = True, load: Callable[[str], torch.Tensor] | None = None
 ) -> dict[str, Any]:
-    """Return ``{"model": ..., "optimizer": ...}`` as ``get_state_dict`` of torch does. Raises
-    CheckpointError for what that form cannot hold.
+    """Return ``{"model": ..., "optimizer": ...}`` as torch's ``get_state_dict`` does. Raises
+    CheckpointError for values that this format cannot hold.
 
-    ``load``: gives a stored tensor of weights or state by its name, in place of ``reader.read``.
+    ``load``: returns a stored tensor of weights or state by name, instead of ``reader.read``.
     """
     load = load if load is not None else reader.read
     where, state = str(reader.folder), decode_state(reader.manifest.state, reader.read)
@@ -83,8 +83,8 @@ def _optimizer(state: Mapping[str, Any], moments: dict[str, dict[str, Any]], whe
 
 
 class _OneByOne(DefaultSavePlanner):
-    """Plans with tensors on the meta device, and reads each when it is written. The one before is
-    emptied then: torch holds on to all tensors of a file until its end."""
+    """Plans with tensors on the meta device, and reads each when it is written. The previous one is
+    emptied then, because torch keeps all tensors of a file until its end."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class _OneByOne(DefaultSavePlanner):
 
 def write_dcp(reader: CheckpointReader, out: Path, *, with_optimizer: bool = True) -> dict[str, int]:
     """Write the new folder ``out``; return its files with their sizes. Raises ConfigError if
-    something is there already."""
+    ``out`` exists."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError("the output folder is not empty", where=str(out), expected="a new or an empty folder")
     planner = _OneByOne(reader)
@@ -121,7 +121,7 @@ def write_dcp(reader: CheckpointReader, out: Path, *, with_optimizer: bool = Tru
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that this is one process
-            # nothing is copied ahead, so that tensors are asked for one by one
+            # no copies in advance, so that tensors are requested one by one
             writer = FileSystemWriter(partial, per_thread_copy_ahead=0)
             save(state, storage_writer=writer, planner=planner, no_dist=True)
         partial.replace(out)

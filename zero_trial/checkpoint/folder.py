@@ -1,7 +1,7 @@
-"""The checkpoints in a folder: which there are, which is the latest, what one holds, and what is
+"""The checkpoints in a folder: which exist, which is the latest, what one contains, and what is
 damaged.
 
-There is no pointer file, so none that a crash could tear.
+There is no pointer file that a crash could damage.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.util.files import METADATA, TRIAL_STATE
 
 _TENSORS = "rank-*.safetensors"
-OF_TRAINER = re.compile(r"checkpoint-\d+")  # how Hugging Face's Trainer names a checkpoint's folder
+OF_TRAINER = re.compile(r"checkpoint-\d+")  # folders of checkpoints of Hugging Face's Trainer
 
 
 class FoundCheckpoint(NamedTuple):
@@ -48,8 +48,8 @@ class FoundCheckpoint(NamedTuple):
 
 
 def list_checkpoints(directory: str | Path, report: Callable[[str], None] | None = None) -> list[FoundCheckpoint]:
-    """List those whose manifest and file sizes are right, lowest step first; ``report`` gets a line
-    for each that is not, and for a folder whose manifest is lost."""
+    """List the checkpoints with correct manifest and file sizes, lowest step first; ``report`` gets
+    a line for each other one, and for a folder without its manifest."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
@@ -89,15 +89,15 @@ def _candidates(directory: Path) -> list[tuple[str, Path]]:
     return sorted(named.items())
 
 
-# All checkpoints in a folder, for a person: whole, broken, or left over from a killed save.
+# All checkpoints in a folder, for display: intact, damaged, or left over from a killed save.
 #
 # The folder may be a run's (with ``checkpoints/`` in it), a folder of a trial's or an engine's
 # checkpoints, a folder of such folders, or one checkpoint:
 #
 #     step-000200/                        of a trial: metadata.json, trial_state.json
 #         model0/manifest.json            its engines
-#     global_step40/manifest.json         of an engine alone
-#     checkpoint-40/global_step40/        of an engine that Hugging Face's Trainer has saved
+#     global_step40/manifest.json         of an engine without a trial
+#     checkpoint-40/global_step40/        of an engine saved by Hugging Face's Trainer
 
 _DEPTH = 2  # levels of folders of checkpoints within a folder
 
@@ -117,10 +117,10 @@ class SavedCheckpoint:
     """One checkpoint, as far as manifests and file sizes tell; no byte of a tensor is read.
 
     Attributes:
-        saved: when, in seconds since the epoch.
-        fault: the first thing that is wrong with it.
-        leftover: a save that did not finish, or what a newer one has replaced; no loader reads it.
-        trial: its trial's id ("" where it does not say); None for an engine's own checkpoint.
+        saved: time of the save, in seconds since the epoch.
+        fault: the first error found.
+        leftover: an unfinished save, or one that a newer save replaced; no loader reads it.
+        trial: its trial's id ("" if unknown); None for an engine's own checkpoint.
     """
 
     folder: Path
@@ -146,8 +146,8 @@ class SavedCheckpoint:
         return self.fault is None and not self.leftover
 
     def facts(self, key: str) -> tuple[Any, ...]:
-        """Collect what the manifests say of the ranks that wrote them (``ranks``, ``zero_stage``,
-        ``mesh``): each answer once, in the engines' order."""
+        """Collect a fact of the manifests about the ranks that wrote them (``ranks``,
+        ``zero_stage``, ``mesh``): each value once, in the engines' order."""
         said = [engine.manifest.world.get(key) for engine in self.engines if engine.manifest is not None]
         return tuple(value for index, value in enumerate(said) if value is not None and value not in said[:index])
 
@@ -162,20 +162,20 @@ class CheckpointFolder:
 
     @property
     def trials(self) -> tuple[str, ...]:
-        """Return whose checkpoints these are: a cluster's storage has those of many."""
+        """Return the trials of these checkpoints: a cluster's storage has those of many."""
         return tuple(dict.fromkeys(one.trial for one in self.saved if one.trial))
 
     @property
     def series(self) -> tuple[str, ...]:
-        """Return whose checkpoints these are: of several trials or folders none is the newest."""
+        """Return the trials or folders of these checkpoints; with several, none is the newest."""
         return tuple(dict.fromkeys(one.series for one in self.saved if one.series))
 
     def latest(self, series: str | None = None) -> SavedCheckpoint | None:
-        """Return the highest step that looks whole, of one series or of all."""
+        """Return the intact checkpoint with the highest step, of one series or of all."""
         return next((one for one in reversed(self.saved) if one.whole and series in (None, one.series)), None)
 
     def is_latest(self, saved: SavedCheckpoint) -> bool:
-        """Return whether it is the latest, of its own series where there are several."""
+        """Return whether it is the latest; with several series, of its own."""
         return saved is self.latest(saved.series if len(self.series) > 1 else None)
 
     def name(self, saved: SavedCheckpoint) -> str:
@@ -229,7 +229,7 @@ def _look_into(folder: Path) -> CheckpointFolder:
 
 
 def _place_in(folder: Path) -> Path:
-    """Return where a run's folder has its checkpoints; any other folder itself."""
+    """Return the folder of a run's checkpoints; any other folder unchanged."""
     inner = folder / "checkpoints"
     return inner if inner.is_dir() else folder
 
@@ -256,7 +256,7 @@ def _look_at(folder: Path, siblings: Collection[str]) -> SavedCheckpoint | None:
         saved = _saved(folder, (), None, f"{folder}: the manifest is missing")
     else:
         return None
-    # a checkpoint that stepped aside counts for as long as the new one of its name is missing
+    # a renamed old checkpoint counts as long as the new one of its name is missing
     leftover = TEMPORARY in folder.name or (REPLACED in folder.name and folder.name.split(REPLACED)[0] in siblings)
     return replace(saved, leftover=leftover)
 
@@ -321,7 +321,7 @@ def _saved(
     for path in folder.rglob("*"):
         try:
             found = path.stat()
-        except OSError:  # a run that goes on replaces what it has
+        except OSError:  # a running job replaces its checkpoints
             continue
         if path.is_file():
             sizes.append(found.st_size)
@@ -329,7 +329,7 @@ def _saved(
     return SavedCheckpoint(folder, step, engines, newest, sum(sizes), len(sizes), fault, trial=trial)
 
 
-# Damage: every file that is not as it was written, and the tensors in it.
+# Damage: every file that differs from what was written, and the tensors in it.
 
 
 @dataclass(frozen=True)
@@ -342,26 +342,26 @@ class Damage:
 
 
 def bytes_to_read(saved: SavedCheckpoint) -> int:
-    """Return how many bytes ``find_damage`` reads of a checkpoint that is whole."""
+    """Return how many bytes ``find_damage`` reads of an intact checkpoint."""
     manifests = [engine.manifest for engine in saved.engines if engine.manifest is not None]
     return sum(record.bytes for manifest in manifests for record in manifest.files.values())
 
 
 def find_damage(saved: SavedCheckpoint, progress: Progress | None = None) -> list[Damage]:
-    """List all that is wrong. Reads each file of each engine once, in blocks of 4 MiB."""
+    """List all damage. Reads each file of each engine once, in blocks of 4 MiB."""
     found: list[Damage] = []
     for engine in saved.engines:
         if engine.manifest is None:
             found.append(Damage(engine.folder / MANIFEST_NAME, engine.fault or "the file cannot be read"))
         else:
             found += damaged_files(engine.folder, engine.manifest, progress)
-    if saved.fault is not None and not found:  # in what a trial has written beside its engines
+    if saved.fault is not None and not found:  # in a trial's own files
         found.append(Damage(saved.folder, saved.fault))
     return found
 
 
 def _in_file(manifest: Manifest, file: str) -> tuple[str, ...]:
-    """Name the tensors in ``file``: ``param/head.weight`` for one that is there alone,
+    """Name the tensors in ``file``: ``param/head.weight`` for a whole tensor,
     ``param/wte.weight[0:4096]`` for a part of one."""
     return tuple(
         name if (piece.start, piece.stop) == (0, entry.numel) else f"{name}[{piece.start}:{piece.stop}]"
@@ -372,7 +372,7 @@ def _in_file(manifest: Manifest, file: str) -> tuple[str, ...]:
 
 
 def damaged_files(folder: Path, manifest: Manifest, progress: Progress | None = None) -> Iterator[Damage]:
-    """Yield one engine's files that are not as they were written."""
+    """Yield one engine's files that differ from what was written."""
     for name, expected in sorted(manifest.files.items()):
         try:
             require_file(folder / name, expected, read=True, progress=progress)
@@ -382,7 +382,7 @@ def damaged_files(folder: Path, manifest: Manifest, progress: Progress | None = 
 
 
 def choose_checkpoint(folder: Path) -> SavedCheckpoint:
-    """Return the checkpoint itself, or the latest whole one. Raises CheckpointError."""
+    """Return the folder's only checkpoint, or the latest intact one. Raises CheckpointError."""
     listing = inspect_folder(folder)
     listing.require_one_series(f"List them with zero-trial ckpt ls {listing.folder}, and pass one of them.")
     saved = listing.saved[-1] if listing.single else listing.latest()
@@ -416,8 +416,8 @@ def only_engine(saved: SavedCheckpoint) -> EngineCheckpoint:
     return saved.engines[0]
 
 
-# What one engine's checkpoint holds, by name: parameters with their optimizer state, buffers and
-# tied names. Reads the manifest alone, without torch.
+# The contents of one engine's checkpoint, by name: parameters with their optimizer state, buffers
+# and tied names. Reads only the manifest, without torch.
 
 
 @dataclass(frozen=True)
@@ -425,10 +425,9 @@ class StoredTensor:
     """A stored parameter or buffer.
 
     Attributes:
-        name: as the model has it.
+        name: its name in the model.
         stored: its name in the manifest.
-        lives: the dtype in which the model computes with it; None where the checkpoint does not
-            say.
+        lives: the dtype in which the model computes with it; None if the checkpoint does not say.
         states: its optimizer state: name -> dtype.
     """
 
@@ -441,13 +440,13 @@ class StoredTensor:
 
     @property
     def is_master(self) -> bool:
-        """Return whether what is stored is not what the model computes with."""
+        """Return whether the stored values are not the ones that the model computes with."""
         return self.lives is not None and self.lives != self.entry.dtype
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """What a checkpoint holds, by name.
+    """The contents of a checkpoint, by name.
 
     Attributes:
         aliases: tied name -> the name that is stored.

@@ -4,8 +4,8 @@ python benchmarks/long_samples.py
 python benchmarks/long_samples.py --vocabulary 2000 --rounds 1 --hidden 64  # quick
 
 Peaks are bytes of live tensors in addition to the arguments, counted at each operation of a forward
-and backward without values. Times are of the same forward and backward in one thread, both ways by
-turns: medians over the rounds. The plain loss of 32 k tokens needs 47 GiB, so its time is measured
+and backward without values. Times are CPU seconds of one thread for the same forward and backward, in
+alternating order: medians over the rounds. The plain loss of 32 k tokens needs 47 GiB, so its time is measured
 at --tokens.
 """
 
@@ -37,7 +37,7 @@ from zero_trial.planning.state_bytes import TrainedModel
 
 LONG = 1 << 15  # tokens
 NOTE = """Bytes of live tensors at the peak of a forward and backward, in addition to its arguments (of the last rows: what
-`zero-trial plan` finds for a GPU, states included), and seconds in one CPU thread. Ours is `chunked_cross_entropy` for a loss and
+`zero-trial plan` finds for a GPU, states included), and CPU seconds of one thread. Ours is `chunked_cross_entropy` for a loss and
 `long_samples` for a model; "RSS" is by how much the process grew while it computed ours."""
 COLUMNS: list[Column] = [
     ("what", lambda row: row["what"]),
@@ -149,13 +149,13 @@ def llama(**shape: Any) -> Any:
 
 
 def seconds(calls: Sequence[Callable[[], Any]], rounds: int, warmup: int = 1) -> list[float]:
-    """Return the median time of each, all by turns."""
+    """Return the median CPU seconds of each, in alternating order."""
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(-warmup, rounds):
         for call, own in zip(calls, times, strict=True):
-            start = time.perf_counter()
+            start = time.process_time()
             call()
-            own += [time.perf_counter() - start] * (turn >= 0)
+            own += [time.process_time() - start] * (turn >= 0)
     return [median(own) for own in times]
 
 

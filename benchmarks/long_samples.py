@@ -4,9 +4,9 @@ python benchmarks/long_samples.py
 python benchmarks/long_samples.py --vocabulary 2000 --rounds 1 --hidden 64  # quick
 
 Peaks are bytes of live tensors in addition to the arguments, counted at each operation of a forward
-and backward without values. Times are CPU seconds of one thread for the same forward and backward, in
-alternating order: medians over the rounds. The plain loss of 32 k tokens needs 47 GiB, so its time is measured
-at --tokens.
+and backward without values. Times are CPU seconds of one thread for the same forward and
+backward, in alternating order: medians over the rounds. The plain loss of 32 k tokens needs 47 GiB,
+so its time is measured at --tokens.
 """
 
 from __future__ import annotations

@@ -34,8 +34,11 @@ def test_methods_of_pytorch_trial_contexts_name_what_replaces_them() -> None:
     for name, words in (("wrap_model", r"context\.initialize\("), ("step_optimizer", r"self\.engine\.step\(\)")):
         with pytest.raises(AttributeError, match=rf"no '{name}' \(PyTorchTrialContext has it\)\. Use .*{words}"):
             getattr(around, name)
-    with pytest.raises(AttributeError, match=r"no 'wrap_modle'$"):
+    with pytest.raises(AttributeError, match=r"no attribute 'wrap_modle'$"):
         getattr(around, "wrap_" + "modle")
+    del around.platform
+    with pytest.raises(AttributeError, match="'platform'"):  # what a property raises is not replaced
+        _ = around.distributed
 
 
 def context(**platform: Any) -> ZeroTrialContext:

@@ -138,8 +138,11 @@ class ZeroTrialContext:
     if not TYPE_CHECKING:  # every attribute would have a type otherwise
 
         def __getattr__(self, name: str) -> Any:
-            fix = f" (PyTorchTrialContext has it). Use {_OF_PYTORCH_TRIAL[name]}" if name in _OF_PYTORCH_TRIAL else ""
-            raise AttributeError(f"ZeroTrialContext has no {name!r}{fix}")
+            if name in _OF_PYTORCH_TRIAL:
+                raise AttributeError(
+                    f"ZeroTrialContext has no {name!r} (PyTorchTrialContext has it). Use {_OF_PYTORCH_TRIAL[name]}"
+                )
+            return object.__getattribute__(self, name)  # raises; for a property, what it has raised
 
     # The experiment
 

@@ -322,3 +322,24 @@ def test_an_evaluation_is_one_event_when_training_goes_on():
     engine.train()
     train(engine, 0.0)
     assert memory.of("eval_loss") == [(pytest.approx(sum(values) / 2), 2)]
+
+
+@pytest.mark.parametrize("what", ["forward", "backward", "step"])
+def test_an_error_of_memory_that_ran_out_has_a_table_of_groups(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(TinyLM, {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
+
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    if what == "step":
+        monkeypatch.setattr(engine.outcome, "apply", fail)
+    elif what == "backward":
+        engine.module.norm.weight.register_hook(fail)
+    else:
+        engine.module.norm.register_forward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        train_engine(engine, range(1))
+    notes = getattr(error.value, "__notes__", [])  # on Python 3.10 in the message
+    _, first, heads, *rows = "\n".join([str(error.value), *notes]).splitlines()
+    assert first.startswith("rank 0: memory: parameters ") and heads.startswith("group")
+    assert len(rows) == min(len(engine.sharded.groups), 10)

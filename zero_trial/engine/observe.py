@@ -15,7 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -33,8 +33,9 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.profile import BACKWARD, FORWARD, REDUCE_WAIT, STEP, StepProfiler, Timers, make_timers
 from zero_trial.engine.resolved_config import ResolvedConfig
-from zero_trial.errors import ConfigError
+from zero_trial.errors import ConfigError, DoesNotFit
 from zero_trial.sharding.param_group import ParamGroup, trace_range
+from zero_trial.util.failures import add_note, known_fault
 from zero_trial.util.text import table
 
 __all__ = ["BACKWARD", "FORWARD", "REDUCE_WAIT", "STEP", "Monitor", "Observer", "build_observer", "trace_range"]
@@ -222,17 +223,18 @@ class Observer:
     lines: PeriodicLines | None = None
     _resume_collector: Callable[[], object] | None = None
 
-    def phase(self, name: str, engine: EngineAccessors) -> AbstractContextManager[Any]:
-        """Measure FORWARD, BACKWARD, REDUCE_WAIT or STEP. A phase that raises is not counted."""
-        if self.timers is None and self.profiler is None:
-            return trace_range(name)
-        return self._measure(name, engine)
-
     @contextmanager
-    def _measure(self, name: str, engine: EngineAccessors) -> Iterator[None]:
+    def phase(self, name: str, engine: EngineAccessors) -> Iterator[None]:
+        """Measure FORWARD, BACKWARD, REDUCE_WAIT or STEP. A phase that raises is not counted; if
+        memory ran out, the error gets a table of what the largest groups hold."""
         with trace_range(name):
             self.begin(name, engine)
-            yield
+            try:
+                yield
+            except Exception as error:
+                if name != REDUCE_WAIT and isinstance(known_fault(error), DoesNotFit):
+                    add_note(error, f"rank {engine.mesh.rank}: {memory_table(engine, most=10)}")
+                raise
             self.end(name, engine)
 
     def begin(self, name: str, engine: EngineAccessors) -> None:
@@ -369,9 +371,9 @@ def memory_line(engine: EngineAccessors, device: torch.device) -> str:
     return f"memory: {states}; process {peak / 2**20:.1f} MiB peak resident"
 
 
-def memory_table(engine: EngineAccessors) -> str:
-    """Return what each group holds on this rank now, the largest first, below :func:`memory_line`.
-    Memory that two tensors share counts once. Local."""
+def memory_table(engine: EngineAccessors, most: int | None = None) -> str:
+    """Return what each group (or the ``most`` largest) holds on this rank now, the largest first,
+    below :func:`memory_line`. Memory that two tensors share counts once. Local."""
 
     def held(*tensors: torch.Tensor) -> int:
         memory = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
@@ -382,7 +384,7 @@ def memory_table(engine: EngineAccessors) -> str:
         (group.name, group.state.value, held(group.full, group.shard, group.master), held(*grads.get(id(group), ())))
         for group in engine.sharded.groups
     ]
-    rows.sort(key=lambda row: -row[2] - row[3])
+    rows = sorted(rows, key=lambda row: -row[2] - row[3])[:most]
     cells = [(name, state, f"{params / 2**20:,.1f}", f"{grad / 2**20:,.1f}") for name, state, params, grad in rows]
     heads = ("group", "state", "MiB of parameters and masters", "MiB of gradients")
     return "\n".join([memory_line(engine, engine.device), table([heads, *cells], right=(2, 3))])

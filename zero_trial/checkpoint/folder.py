@@ -449,8 +449,8 @@ class Inventory:
     """The contents of a checkpoint, by name.
 
     Attributes:
-        aliases: tied name -> the name that is stored.
-        parts: more than 1 where the model is parallel itself; then names repeat.
+        aliases: tied name -> stored name.
+        parts: more than 1 if the model itself is parallel; then names repeat.
     """
 
     params: tuple[StoredTensor, ...]
@@ -465,8 +465,8 @@ class Inventory:
 
     @property
     def without_frozen(self) -> bool:
-        """Return whether frozen parameters were left out when it was saved
-        (``exclude_frozen_parameters``): the model is not whole here."""
+        """Return whether the save left out frozen parameters (``exclude_frozen_parameters``), so
+        that the checkpoint does not have the whole model."""
         return self.state.get("without_frozen") is True
 
     def in_part(self, part: int) -> tuple[StoredTensor, ...]:
@@ -475,7 +475,7 @@ class Inventory:
 
 
 def take_inventory(manifest: Manifest) -> Inventory:
-    """List what the manifest holds, by name, numbers as numbers. Nothing else is read."""
+    """List the contents of the manifest by name, in natural order. Reads nothing else."""
     state = manifest.state if isinstance(manifest.state, dict) else {}
     aliases = state.get("aliases")
     states: dict[tuple[int, str], dict[str, str]] = {}

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: dtypes, names of tensors, slices, tags, and the manifest."""
+"""The elements of a checkpoint: dtypes, names of tensors, slices, tags, and the manifest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zero_trial.errors import CheckpointError
 
 if TYPE_CHECKING:
-    import torch  # reading a manifest does not take the second that its import takes
+    import torch  # only for types: importing it would add a second to reading a manifest
 
 # Dtypes: torch's names and those of safetensors.
 
@@ -49,7 +49,7 @@ def item_bytes(name: str) -> int:
 
 
 def is_floating(name: str) -> bool:
-    """Return whether elements of the dtype of a manifest's name are real numbers."""
+    """Return whether a manifest's dtype is a floating-point one."""
     return name.startswith(("float", "bfloat"))
 
 
@@ -62,7 +62,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def check_dtype(name: str) -> str:
-    """Return the name of a dtype. Raises CheckpointError for one that no checkpoint holds."""
+    """Return the name of a dtype. Raises CheckpointError for one that checkpoints cannot hold."""
     if name not in _SAFETENSORS:
         raise CheckpointError("unknown dtype", got=repr(name), expected=", ".join(sorted(_SAFETENSORS)))
     return name
@@ -87,11 +87,11 @@ def name_in_safetensors(name: str) -> str:
 def safetensors_header(
     tensors: Iterable[tuple[str, torch.dtype | str, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return what a safetensors file begins with: the header's length, and name, dtype, shape and
-    place of each tensor.
+    """Return the beginning of a safetensors file: the header's length, and name, dtype, shape and
+    position of each tensor.
 
     Args:
-        tensors: (name, dtype or its name, shape), in the order in which their bytes follow.
+        tensors: (name, dtype or its name, shape), in the order of their bytes.
         metadata: free text entries.
     """
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -117,7 +117,7 @@ _PART = re.compile(r"part(\d+)of(\d+)/(.*)", re.DOTALL)
 
 
 class TensorKind(Enum):
-    """The four things that an engine's checkpoint holds."""
+    """The four kinds of tensors in an engine's checkpoint."""
 
     PARAM = "param"
     STATE = "state"
@@ -136,7 +136,7 @@ class StoredName(NamedTuple):
 
 
 def parse_stored_name(stored: str) -> StoredName:
-    """Parse ``part0of2/state/exp_avg/head.weight``. A name of no known form belongs to the run."""
+    """Parse ``part0of2/state/exp_avg/head.weight``. Names of unknown form belong to the run."""
     part, parts, rest = 0, 1, stored
     found = _PART.fullmatch(stored)
     if found is not None:
@@ -165,8 +165,8 @@ class Slice:
     """Elements [start, stop) of ``name``, flattened in row-major order; ``tensor`` holds exactly
     these, contiguously.
 
-    ``shape`` is the whole logical tensor's. Padding of a shard belongs to no slice. Of replicas,
-    one rank gives the slice.
+    ``shape`` is the whole logical tensor's. Padding of a shard belongs to no slice. Only one rank
+    saves a replicated slice.
     """
 
     name: str
@@ -198,25 +198,25 @@ class Slice:
 
     @property
     def flat(self) -> torch.Tensor:
-        """Return the memory as one dim, without a copy."""
+        """Return the memory with one dimension, without a copy."""
         return self.tensor.detach().view(-1)
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> Slice:
-        """Make the slice of all of a tensor; of one that is not contiguous, a copy to save."""
+        """Make the slice of a whole tensor; a non-contiguous one is copied, for saving only."""
         detached = tensor.detach()
         return cls(name, tuple(tensor.shape), 0, tensor.numel(), detached.contiguous())
 
 
-# Tags: a checkpoint's folder, and what the folders of a save that is under way are called.
+# Tags: the names of a checkpoint's folder and of the temporary folders during a save.
 
 TEMPORARY = ".tmp-"
 REPLACED = ".old-"
-LONGEST_TAG = 200  # bytes: what a file system takes, less what a temporary folder adds
+LONGEST_TAG = 200  # bytes: a file system's limit, minus the suffix of a temporary folder
 
 
 def check_tag(tag: str) -> str:
-    """Require a plain folder name that no temporary folder has. Raises CheckpointError."""
+    """Require a plain folder name, not a temporary folder's. Raises CheckpointError."""
     plain = (
         tag not in ("", ".", "..")
         and tag.isprintable()
@@ -236,8 +236,8 @@ def check_tag(tag: str) -> str:
 
 # The manifest: which file holds which elements of which tensor, and everything that is JSON.
 #
-# It depends on the writing ranks only in ``world``, which informs: a tensor is its dtype, its shape
-# and its pieces.
+# It depends on the writing ranks only in ``world``, which is for information: a tensor is stored as
+# its dtype, its shape and its pieces.
 
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
@@ -300,7 +300,7 @@ class Manifest:
     def check(self) -> None:
         """Check that every element of every tensor is in exactly one piece, of a listed file.
 
-        Raises CheckpointError naming the first tensor and range where not.
+        Raises CheckpointError naming the first tensor and range that violates this.
         """
         for name, entry in self.tensors.items():
             check_dtype(entry.dtype)
@@ -356,7 +356,7 @@ def seal(body: str) -> str:
 
 
 def _unseal(text: str, where: str) -> str:
-    """Return the text that ``seal`` was given. Raises CheckpointError if it has changed."""
+    """Return the text that was passed to ``seal``. Raises CheckpointError if it has changed."""
     found = _SEAL.match(text)
     if found is None:
         raise CheckpointError("not a manifest", where=where, expected="its SHA-256 on the first line")
@@ -367,7 +367,7 @@ def _unseal(text: str, where: str) -> str:
 
 
 def check_coverage(name: str, entry: TensorEntry) -> None:
-    """Require ``entry``'s pieces to cover [0, numel) once. Raises CheckpointError."""
+    """Require ``entry``'s pieces to cover [0, numel) exactly once. Raises CheckpointError."""
     end = 0
     for piece in sorted(entry.pieces, key=lambda piece: (piece.start, piece.stop)):
         if piece.start >= piece.stop or piece.stop > entry.numel:
@@ -426,7 +426,7 @@ def _tensor(dtype: str, shape: Sequence[int], pieces: Sequence[Sequence[Any]]) -
 
 
 def _file_name(value: Any) -> str:
-    """Check a plain name of a safetensors file: never a path out of the folder, never a pickle."""
+    """Require the plain name of a safetensors file: no path out of the folder, no pickle."""
     if not isinstance(value, str) or not _FILE_NAME.fullmatch(value):
         raise ValueError(f"{value!r} is not a plain name that ends in .safetensors")
     return value

@@ -40,7 +40,7 @@ class CheckpointReader:
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
         check_sizes(self.folder, self.manifest)
-        self._files: dict[str, WeightsReader] = {}  # those of which something was read
+        self._files: dict[str, WeightsReader] = {}  # files that have been read from
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -52,9 +52,9 @@ class CheckpointReader:
         share the work.
 
         Args:
-            load_follows: this process is about to load the checkpoint. The next ``verify`` passes
-                over the files that this one has read and that have not been written since, so that
-                a start reads them once for their sums, not twice.
+            load_follows: this process is about to load the checkpoint. The next ``verify`` skips
+                the files that this one has read and that have not been written since, so that a
+                start reads them once for their sums, not twice.
 
         Raises CheckpointError naming the first file whose content changed.
         """
@@ -62,7 +62,7 @@ class CheckpointReader:
             path, expected = self.folder / name, self.manifest.files[name]
             known = _VERIFIED.pop(str(path.resolve()), None)
             require_file(path, expected)
-            identity = _identity(path)  # before reading: a write meanwhile changes it
+            identity = _identity(path)  # before reading: a write during the read changes it
             if known == (identity, expected):
                 continue
             require_file(path, expected, read=True)
@@ -82,10 +82,10 @@ class CheckpointReader:
             raise CheckpointError(text, where=str(self.folder), fix=fix)
 
     def read_into(self, slices: Sequence[Slice]) -> None:
-        """Fill each slice's memory, converting to its dtype where that differs. Not collective:
-        each rank reads its own.
+        """Fill each slice's memory, converting to its dtype if that differs. Not collective: each
+        rank reads its own slices.
 
-        Only the files and ranges that are wanted are touched. Raises CheckpointError for another
+        Reads only the files and ranges that are needed. Raises CheckpointError for a different
         shape or an unknown name.
         """
         tensors, copies = self.manifest.tensors, []
@@ -98,14 +98,14 @@ class CheckpointReader:
                     first = low - piece.start
                     target = part.flat[low - part.start : high - part.start]
                     copies.append((piece.file, piece.key, first, first + high - low, target))
-        # in the order of files, and of elements in them: disks are read forwards
+        # in the order of files, and of elements in each, so that disks are read forward
         for file, key, start, stop, target in sorted(copies, key=lambda copy: copy[:4]):
             if file not in self._files:
                 self._files[file] = WeightsReader(self.folder / file)
             self._files[file].read_into(key, start, stop, target)
 
     def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Read a whole tensor, new."""
+        """Read a whole tensor into new memory."""
         entry = self.manifest.tensors.get(name)
         if entry is None:
             raise CheckpointError("not in the checkpoint", where=str(self.folder), got=name)
@@ -116,8 +116,8 @@ class CheckpointReader:
         return out
 
 
-# Files that this process has verified for the load that follows, by path: as which file, and with
-# what sum.
+# Files that this process has verified for the following load, by path: the file's identity and
+# sum.
 _VERIFIED: dict[str, tuple[tuple[int, ...], FileRecord]] = {}
 
 
@@ -147,8 +147,8 @@ _NO_TRUST = "Load another checkpoint; this one is damaged."
 
 
 def require_file(path: Path, expected: FileRecord, *, read: bool = False, progress: Progress | None = None) -> None:
-    """Require that a file of a checkpoint is there with its size, and if ``read``, that all of its
-    bytes are as they were written. Raises CheckpointError."""
+    """Require that a file of a checkpoint exists with its size, and if ``read``, that its bytes
+    have not changed since they were written. Raises CheckpointError."""
     if not path.is_file():
         raise CheckpointError("a file is missing", where=str(path), expected=f"{expected.bytes} bytes", fix=_NO_TRUST)
     try:
@@ -186,8 +186,8 @@ def mismatch(
 ) -> str | None:
     """Describe all differences between the tensors of a checkpoint (or ``what`` has them) and those
     of a model: ``checkpoint has 48 tensors, model has 50. Missing: head.bias. Shape differs: wte
-    (50257, 768) vs (50304, 768)``. None if there is none, or none that is not allowed; another
-    shape never is."""
+    (50257, 768) vs (50304, 768)``. None if all differences are allowed; a different shape never
+    is."""
     missing, extra = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
     pairs = {name: (tuple(stored[name]), tuple(wanted[name])) for name in sorted(stored.keys() & wanted.keys())}
     differing = [f"{name} {one} vs {other}" for name, (one, other) in pairs.items() if one != other]
@@ -206,13 +206,13 @@ def mismatch(
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_CHUNK_BYTES = 1 << 22  # read at once where values are cast or go to another device
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how the text begins that git keeps of a large file
+_CHUNK_BYTES = 1 << 22  # read at once if values are cast or copied to another device
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # first bytes of a Git LFS pointer
 _ALIAS = "alias:"  # metadata of our own files: another name of a tied tensor
 
 
 class StoredEntry(NamedTuple):
-    """Where a tensor is. ``place``: of its first byte in the file."""
+    """Where a tensor is. ``place``: the offset of its first byte in the file."""
 
     path: Path
     dtype: str
@@ -223,12 +223,12 @@ class StoredEntry(NamedTuple):
 class WeightsReader:
     """The tensors of a safetensors file, or of a folder with one or with several and an index.
 
-    Opening reads the headers; a file is open while it is read. Raises CheckpointError for files
-    that are missing, damaged or of another format.
+    Opening reads the headers; files are open only while they are read. Raises CheckpointError for
+    files that are missing, damaged or of another format.
 
     Attributes:
-        tensors: by name; also by the other names of tied ones, as ``engine.save_16bit_model`` notes
-            them in a file.
+        tensors: by name; tied ones also by their other names, which ``engine.save_16bit_model``
+            writes into the file's metadata.
     """
 
     def __init__(self, source: str | Path) -> None:
@@ -246,7 +246,7 @@ class WeightsReader:
             out: (stop - start,) on any device; values are cast on the host.
             through: a dtype to which values are rounded first.
 
-        Raises CheckpointError for a tensor that is not there, or shorter.
+        Raises CheckpointError if the tensor does not exist or is too short.
         """
         import torch
 
@@ -272,7 +272,7 @@ class WeightsReader:
             out[low : low + len(part)].copy_(values.to(out.dtype))
 
     def _read_header(self, path: Path, wanted: set[str] | None) -> None:
-        """Take over the library's checked header: tensors fill the file from end to end."""
+        """Use the library's validated header: tensors fill the file from end to end."""
         try:
             with safe_open(path, framework="numpy") as file:
                 entries = [(name, file.get_slice(name)) for name in file.offset_keys()]
@@ -311,7 +311,7 @@ def _read(path: Path, place: int, into: memoryview) -> None:
 
 
 def _refuse_lfs_pointer(path: Path) -> None:
-    """Raise CheckpointError for the text that git keeps of a large file."""
+    """Raise CheckpointError for a Git LFS pointer, which git keeps instead of a large file."""
     text = path.read_bytes() if path.is_file() and path.stat().st_size < 1024 else b""
     if text.startswith(_LFS_POINTER):
         raise CheckpointError(

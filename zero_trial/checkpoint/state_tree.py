@@ -1,9 +1,9 @@
 """Plain Python state (nested dicts, lists, numbers, tensors) as JSON plus named tensors, and back,
 without loss.
 
-A value that JSON does not have is an object with one key that starts with ``$``. A dict with such a
-key, or with keys that are not strings, is written as a list of pairs, so that no content of a
-checkpoint can be taken for a marker.
+A value that JSON does not support is an object with one key that starts with ``$``. A dict with
+such a key, or with keys that are not strings, is written as a list of pairs, so that no content of
+a checkpoint can be mistaken for a marker.
 
     (1, 2)   {"$tuple": [1, 2]}     inf      {"$float": "inf"}     b"ab"     {"$bytes": "YWI="}
     {1: 2}   {"$items": [[1, 2]]}   {1, 2}   {"$set": [1, 2]}      tensor    {"$tensor": name}
@@ -30,8 +30,8 @@ def encode_state(value: Any, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]
     """Return the JSON for ``value``, and its tensors under names that start with ``prefix``:
     ``prefix/key/0``.
 
-    Raises CheckpointError naming the place of a value that is not plain (an object, a function, a
-    path ...).
+    Raises CheckpointError naming the position of a value that is not plain (an object, a function,
+    a path ...).
     """
     tensors: dict[str, torch.Tensor] = {}
     try:
@@ -41,7 +41,7 @@ def encode_state(value: Any, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]
 
 
 def decode_state(document: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
-    """Return what ``encode_state`` got; ``fetch`` gives a tensor. Raises CheckpointError."""
+    """Return the value that was encoded; ``fetch`` returns tensors. Raises CheckpointError."""
     if isinstance(document, list):
         return [decode_state(item, fetch) for item in document]
     if not isinstance(document, dict):
@@ -101,7 +101,7 @@ def _encode_numpy(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> A
         try:
             return {"$array": _keep(torch.from_numpy(value.copy()), place, tensors)}
         except (TypeError, CheckpointError):
-            pass  # a dtype that torch or the file format does not have
+            pass  # a dtype that torch or the file format does not support
     raise CheckpointError(
         "this value cannot be saved without pickle",
         where=place,
@@ -140,7 +140,7 @@ _DECODERS: dict[str, Callable[[Any, Callable[[str], torch.Tensor]], Any]] = {
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the state of each generator, as ``encode_state`` takes it. ``device``: this rank's.
+    """Return the state of each generator, in a form for ``encode_state``. ``device``: this rank's.
     numpy's global generator is included if numpy is loaded: otherwise nothing has drawn from it."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -158,8 +158,8 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> None:
-    """Put back what ``capture_rng`` took, as far as this process has the generators. ``device``:
-    this rank's. Raises CheckpointError for a state that is not one."""
+    """Restore the states returned by ``capture_rng``, as far as this process has the generators.
+    ``device``: this rank's. Raises CheckpointError for an invalid state."""
     try:
         torch.set_rng_state(state["torch"].cpu())
         python = state["random"]

@@ -1,12 +1,12 @@
-"""Write a checkpoint so that a kill at any moment leaves the previous one, or the new one, whole.
+"""Write a checkpoint so that a kill at any moment leaves the previous or the new one intact.
 
     1  rank 0     <directory>/<tag>.tmp-<id>/            new folder
     2  each rank  rank-00000.safetensors ...             its slices; fsync; SHA-256
     3  rank 0     manifest.json                          last file; fsync; folder fsync
     4  rank 0     <tag>.tmp-<id>  ->  <tag>              rename; parent fsync
 
-If ``<tag>`` exists already it is renamed to ``<tag>.old-<id>`` first and removed at the end.
-Readers take the renamed folder for ``<tag>`` while that is missing.
+If ``<tag>`` exists already, it is first renamed to ``<tag>.old-<id>`` and removed at the end.
+Readers use the renamed folder as ``<tag>`` while that is missing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from zero_trial.util.files import remove_folder, sync_folder
 
 class Ranks(Protocol):
     """All ranks that save one checkpoint together. ``gather_json`` and ``gather_row`` (a few
-    integers) are collective and give every rank all values, in order."""
+    integers) are collective and return all values to every rank, in order."""
 
     @property
     def index(self) -> int: ...
@@ -80,11 +80,11 @@ def save_checkpoint(
     ranks: Ranks | None = None,
     disk: DurableFiles | None = None,
 ) -> Path:
-    """Save what all ranks give as ``<directory>/<tag>`` and return that path. Collective: every
-    rank calls, in three exchanges.
+    """Save the slices of all ranks as ``<directory>/<tag>`` and return that path. Collective: every
+    rank must call it; takes three exchanges.
 
     ``slices`` of all ranks together must cover each of their tensors exactly once; ``state`` (rank
-    0's counts) and ``rank_state`` are JSON values. ``directory`` must be the same place for all
+    0's is saved) and ``rank_state`` are JSON values. ``directory`` must be the same place for all
     ranks. Raises CheckpointError on every rank if any rank cannot write, and leaves no temporary
     folder.
     """
@@ -99,11 +99,10 @@ def save_checkpoint(
 
 
 def begin(final: Path, disk: DurableFiles) -> Path:
-    """Step 1, rank 0: make a new temporary folder; remove those that other saves of the same tag
-    left.
+    """Step 1, rank 0: create a new temporary folder; remove those left by other saves of the same
+    tag.
 
-    Raises CheckpointError if ``final`` is something else than a checkpoint, which replacing it
-    would destroy.
+    Raises CheckpointError if ``final`` is not a checkpoint: replacing it would destroy other files.
     """
     if final.exists() and not (final / MANIFEST_NAME).is_file() and not (final.is_dir() and not any(final.iterdir())):
         raise CheckpointError(
@@ -122,8 +121,8 @@ def write_rank(folder: Path, rank: int, slices: Sequence[Slice], disk: DurableFi
     """Step 2: write this rank's file, and return the report of it for rank 0, as JSON, with
     ``more`` (its ``rank_state``).
 
-    Any fault goes into the report instead of out of this function: a rank that raised here would
-    leave the others waiting.
+    Errors are put into the report instead of being raised: a rank that raised here would leave the
+    others waiting.
     """
     name = rank_file(rank)
     try:
@@ -134,16 +133,16 @@ def write_rank(folder: Path, rank: int, slices: Sequence[Slice], disk: DurableFi
 
 
 def rank_file(rank: int, part: str = "") -> str:
-    """Return the name of a rank's file of tensors; ``part``: of one that is written apart."""
+    """Return the name of a rank's file of tensors; ``part`` is for a separately written file."""
     return f"rank-{rank:05d}{part}.safetensors"
 
 
 def write_file(
     path: Path, slices: Sequence[Slice], disk: DurableFiles, check: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Write a file with ``slices``, unless all are empty; return its record and what is in it as
-    JSON, a part of a rank's report. ``check``: is called before each chunk of ``CHUNK_BYTES``, and
-    raises to end the writing there."""
+    """Write a file with ``slices``, unless all are empty; return its record and contents as JSON, a
+    part of a rank's report. ``check`` is called before each chunk of ``CHUNK_BYTES``, and raises to
+    stop the writing there."""
     kept = [part for part in slices if part.start < part.stop]
     files = []
     if kept:
@@ -162,7 +161,7 @@ def merge(
     reports: Sequence[Mapping[str, Any]], step: int, state: Any, world: Mapping[str, Any], final: Path | None = None
 ) -> Manifest:
     """Merge the reports of all ranks into the manifest of ``final``. Raises CheckpointError for a
-    failed rank, or elements missing or stored twice."""
+    failed rank, or for elements that are missing or stored twice."""
     faults = [report["fault"] for report in reports if "fault" in report]
     if faults:
         raise CheckpointError("writing failed", where=str(final or "checkpoint"), got="; ".join(faults), fix=_FIX)
@@ -189,7 +188,7 @@ def commit(
     world: Mapping[str, Any],
     disk: DurableFiles,
 ) -> str:
-    """Take steps 3 and 4, on rank 0. A fault removes the temporary folder and nothing else."""
+    """Take steps 3 and 4, on rank 0. After an error only the temporary folder is removed."""
     try:
         if not folder.is_dir():
             what = "the folder is gone: another run has removed it, or saves under the same tag"
@@ -230,7 +229,7 @@ def publish(folder: Path, final: Path, disk: DurableFiles) -> None:
 
 
 def _remove_leftovers(final: Path, word: str, disk: DurableFiles) -> None:
-    """Remove the folders that saves of ``final`` used on their way."""
+    """Remove the temporary folders of saves of ``final``."""
     for leftover in list(final.parent.iterdir()) if final.parent.is_dir() else ():
         if leftover.name.startswith(final.name + word):
             disk.remove_folder(leftover)
@@ -259,7 +258,7 @@ _FIX = "Save to a writable folder with free space. Earlier checkpoints are unaff
 
 
 def fault_text(fault: Exception, where: str) -> str:
-    """Return what rank 0 tells the others of a fault."""
+    """Return the text of an error for the other ranks."""
     return str(fault) if isinstance(fault, CheckpointError) else f"{where}: {type(fault).__name__}: {fault}"
 
 
@@ -278,25 +277,25 @@ def piece_key(part: Slice) -> str:
 
 
 def shard_chunks(slices: Sequence[Slice], check: Callable[[], None] = lambda: None) -> Iterator[bytes | memoryview]:
-    """Yield the file's bytes in order, after a call of ``check`` each at most ``CHUNK_BYTES`` of a
-    tensor, valid until the next. ``slices``: not empty ones, names of their keys all different."""
+    """Yield the file's bytes in order: at most ``CHUNK_BYTES`` of a tensor at a time, after a call
+    of ``check``, valid until the next. ``slices``: none empty, all with different keys."""
     yield safetensors_header((piece_key(part), part.dtype, (part.tensor.numel(),)) for part in slices)
     for part in slices:
         for held in part.flat.split(max(1, CHUNK_BYTES // part.tensor.element_size())):
             check()
-            held = held.cpu()  # a view of the tensor's own memory where it is there already
+            held = held.cpu()  # a view of the tensor's own memory if it is on the CPU already
             yield tensor_bytes(held)
 
 
 # The changes that a save makes to a disk, each durable before the next one relies on it.
 
 
-_APART_BYTES = 1 << 20  # the first chunk this large begins the thread: a small file needs none
-_MOST_AHEAD = 8  # chunks that are written and not yet summed
+_APART_BYTES = 1 << 20  # the first chunk this large starts the thread: a small file needs none
+_MOST_AHEAD = 8  # most chunks that are written and not yet summed
 
 
 class DurableFiles:
-    """The local or shared file system. Tests use a disk that breaks at a chosen step."""
+    """The local or shared file system. Tests use a disk that fails at a chosen step."""
 
     def make_folder(self, folder: Path) -> None:
         """Create ``folder`` (new) and its parents."""
@@ -304,11 +303,11 @@ class DurableFiles:
 
     def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
         """Write a new file with the chunks and flush it; return its size and SHA-256. Another
-        thread computes that, which takes longer than the kernel's copy of a chunk; memory of at
-        most ``_MOST_AHEAD`` chunks waits for it."""
+        thread computes the hash, which takes longer than the kernel's copy of a chunk; at most
+        ``_MOST_AHEAD`` chunks stay in memory for it."""
         size, started, digest = 0, 0, sha256()
         ahead: Queue[memoryview | None] = Queue(_MOST_AHEAD)
-        # a plain one: a pool takes no work once the interpreter ends, while a save goes on
+        # a plain thread: a pool accepts no work once the interpreter exits, but a save continues
         summing = Thread(target=lambda: [*map(digest.update, iter(ahead.get, None))], name="zero_trial-sha256")
         try:
             with path.open("xb", buffering=0) as file:
@@ -324,7 +323,7 @@ class DurableFiles:
                         written = file.write(view)
                         view, size = view[written:], size + written
                     if size - started >= CHUNK_BYTES and hasattr(os, "posix_fadvise"):
-                        # the disk begins now, not at the end
+                        # the disk starts writing now, not at the end
                         os.posix_fadvise(file.fileno(), started, size - started, os.POSIX_FADV_DONTNEED)
                         started = size
                 os.fsync(file.fileno())
@@ -349,6 +348,6 @@ class DurableFiles:
         os.rename(source, destination)
 
     def remove_folder(self, folder: Path) -> None:
-        """Remove the folder with all that is in it, if it exists. It loses its name first, so that
-        a thread or rank that still writes into it makes no new file, and finds that it is gone."""
+        """Remove the folder with all its contents, if it exists. It is renamed first, so that a
+        thread or rank that still writes into it creates no new file and notices the removal."""
         remove_folder(folder)

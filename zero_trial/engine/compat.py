@@ -278,10 +278,9 @@ def rank_loader(
     if route not in ROUTES:
         raise ConfigError("no such route", where="deepspeed_io(route)", got=repr(route), expected=", ".join(ROUTES))
     if isinstance(dataset, DataLoader):
+        fix = "Give loader.dataset, and its collate_fn as collate_fn=; ds_config has the batch size."
         raise DataError(
-            "this is a DataLoader, and the engine makes its own",
-            where="initialize(training_data)",
-            fix="Give loader.dataset, and its collate_fn as collate_fn=; ds_config has the batch size.",
+            "this is a DataLoader, and the engine makes its own", where="initialize(training_data)", fix=fix
         )
     options.setdefault("drop_last", config.dataloader_drop_last)
     shuffle = options.pop("shuffle", route == "train")

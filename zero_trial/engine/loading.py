@@ -138,11 +138,9 @@ def _candidates(directory: Path, tag: str | None) -> tuple[list[str], list[str]]
             fix=f"Call load_checkpoint({str(directory.parent)!r}, tag={directory.name!r}).",
         )
     if directory.is_file():
-        raise CheckpointError(
-            "this is a file, not a folder of checkpoints",
-            where=f"load_checkpoint({str(directory)!r})",
-            fix="Load weights before initialize(), with model.load_state_dict(). zero-trial ckpt import converts a checkpoint.",
-        )
+        fix = "Load weights before initialize(), with model.load_state_dict(). zero-trial ckpt import converts a checkpoint."
+        where = f"load_checkpoint({str(directory)!r})"
+        raise CheckpointError("this is a file, not a folder of checkpoints", where=where, fix=fix)
     faults: list[str] = []
     found = list_checkpoints(directory, faults.append)
     if found:

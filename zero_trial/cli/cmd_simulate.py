@@ -166,10 +166,10 @@ def _render(searcher: Mapping[str, Any], setup: Setup, found: Simulated) -> list
 _SCHEDULES = "gpipe, 1f1b, interleaved, looped_bfs, zb_h1, zb_v"
 
 _LEGEND = """\
-activations  the most at once, each of one micro-batch through all of the rank's layers
-parameters   the most full parameters at once, as a part of the rank's
-gradients    the most full gradients at once, as a part of the rank's
-volume       what sharding moves per step, in the rank's parameters x (D-1)/D for D data-parallel ranks
+activations  peak number of micro-batches whose activations a rank holds, in units of all its layers
+parameters   peak of full parameters, as a fraction of the rank's parameters
+gradients    peak of full gradients, as a fraction of the rank's parameters
+volume       elements that sharding moves per step, in units of the rank's parameters x (D-1)/D (D data-parallel ranks)
 messages     sent to other pipeline ranks per step"""
 
 

@@ -192,7 +192,7 @@ def save_under(folder: str, validation: str | None) -> list[str]:
     return lines
 
 
-WORDS = "save_checkpoint(tag): ranks save under different tags: got 'tag0', 'tag1', expected one tag."
+WORDS = "save_checkpoint(tag): ranks passed different tags: got 'tag0', 'tag1', expected one tag."
 
 
 @pytest.mark.parametrize("validation", [None, "Warn", "Ignore", "Fail"])

@@ -22,6 +22,7 @@ from tests.trial.harness import DS_CONFIG, LineTrial
 from zero_trial.comm.rendezvous import RankEnv
 from zero_trial.device import own_device
 from zero_trial.errors import ConfigError, TrialError
+from zero_trial.experiment.entrypoint import parse_entrypoint
 from zero_trial.trial import ZeroTrial, ZeroTrialContext
 from zero_trial.trial.reporting import End, Outcome
 from zero_trial.trial.runs.run_layout import read_errors
@@ -32,6 +33,7 @@ from zero_trial.trial.runtime.rank import (
     done_event,
     error_text,
     figures_of,
+    load_trial_class,
     peak_memory,
     print_error,
     rank_world,
@@ -64,6 +66,17 @@ def test_a_trial_that_leaves_says_where() -> None:
     expected = r"^test_rank.py:\d+ in leaves: .*called exit\(\): got sys.exit\('no data here'\)"
     with pytest.raises(TrialError, match=expected):
         train(leaves, InMemoryPlatform(experiment=EXPERIMENT), RankState(), fake_factory())
+
+
+def test_an_import_that_ends_the_process_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ("import argparse", "argparse.ArgumentParser().parse_args(['--lr'])", "class MyTrial: pass")
+    (tmp_path / "parses_arguments.py").write_text("\n".join(lines))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    expected = (
+        r"^parses_arguments.py:2: argparse.*: the import of parses_arguments ended the process: got sys.exit\(2\)"
+    )
+    with pytest.raises(TrialError, match=expected):
+        load_trial_class(parse_entrypoint("parses_arguments:MyTrial"), tmp_path)
 
 
 def test_what_one_process_has() -> None:

@@ -227,4 +227,4 @@ def test_an_exit_of_the_users_own_is_reported(core: FakeCore, capsys: pytest.Cap
         raise SystemExit(7)
 
     assert run(leave) == TrialError("").exit_code
-    assert "in leave: the trial's code called exit(): got sys.exit(7)" in capsys.readouterr().err
+    assert "in leave: raise SystemExit(7): the trial's code called exit(): got sys.exit(7)" in capsys.readouterr().err

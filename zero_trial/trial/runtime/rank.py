@@ -30,7 +30,7 @@ from zero_trial.trial.runs.run_layout import RunFolder
 from zero_trial.trial.runtime.protocols import Distributed, Platform
 from zero_trial.trial.settings import settings_from_experiment
 from zero_trial.trial.trial import import_trial_class, seed_everything
-from zero_trial.util.failures import error_in_worker, known_fault, user_frame, with_user_line
+from zero_trial.util.failures import error_in_worker, known_fault, user_line, with_user_line
 
 if TYPE_CHECKING:
     from zero_trial.planning.memory_watch import MemoryWatch
@@ -81,7 +81,11 @@ def rank_world(env: RankEnv) -> Distributed:
 def load_trial_class(name: Entrypoint, model_dir: Path) -> type[ZeroTrial]:
     """Import the user's class. Raises ConfigError, with the trials that there are."""
     check_entrypoint(name, model_dir, where="entrypoint")
-    return import_trial_class(name.module, name.name, model_dir)
+    with _refuse_sys_exit(
+        f"the import of {name.module} ended the process",
+        'Move code that parses arguments or exits under if __name__ == "__main__"; a trial reads context.get_hparams().',
+    ):
+        return import_trial_class(name.module, name.name, model_dir)
 
 
 def open_context(
@@ -112,26 +116,23 @@ def open_context(
 def train(make: TrialFactory, platform: Platform, state: RankState, engine_factory: EngineFactory) -> Trained:
     """Collective. Build the context and the trial, and train as the experiment says."""
     context = open_context(platform, state, engine_factory, ZeroTrialContext)
-    with _refuse_sys_exit():
+    with _refuse_sys_exit(
+        "the trial's code called exit()",
+        "Raise an exception instead; to stop the run after a save, call context.set_stop_requested(True).",
+    ):
         trial = make(context)
         settings = settings_from_experiment(platform.experiment, context.known_batch_size)
         return Trained(Controller(trial, context, settings).run(), trial, context, state.watch)
 
 
 @contextmanager
-def _refuse_sys_exit() -> Iterator[None]:
+def _refuse_sys_exit(what: str, fix: str) -> Iterator[None]:
     """Raise TrialError where the trial's code calls ``sys.exit``: its rank would leave no error,
     and the others would wait for it."""
     try:
         yield
     except SystemExit as ending:
-        frame = user_frame(ending)
-        raise TrialError(
-            "the trial's code called exit()",
-            where=f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" if frame is not None else None,
-            got=f"sys.exit({ending.code!r})",
-            fix="Raise an exception instead; to stop the run after a save, call context.set_stop_requested(True).",
-        ) from ending
+        raise TrialError(what, where=user_line(ending), got=f"sys.exit({ending.code!r})", fix=fix) from ending
 
 
 def explained(error: BaseException, state: RankState) -> BaseException:

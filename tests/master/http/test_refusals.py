@@ -54,6 +54,9 @@ REFUSED: dict[str, list[tuple[Write, int, str]]] = {
         (create(searcher={"name": "nothing"}, max_restarts=-1), 400, "max_restarts"),
         (create(resources={"slots_per_trial": 3}), 400, "at most 2"),
         (create(resources={"slots_per_trial": 2, "max_slots": 1}), 400, "max_slots"),
+        *((create(resources={"slots_per_trial": 0}, entrypoint=entrypoint), 400, "one process per slot") for entrypoint in (
+            "model_def:MyTrial", ["python3", "-m", "determined.launch.torch_distributed", "python3", "train.py"],
+        )),
         (create(resources={"resource_pool": "gpus"}), 400, "resources.resource_pool"),
         (create(workspace="Mine", project="Uncategorized"), 400, "workspace"),
         (create(workspace="Uncategorized", project="Mine"), 400, "project"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +44,8 @@ from zero_trial.master.store import checkpoint_rows, experiment_rows, trial_rows
 from zero_trial.schema.config_source import read_yaml
 
 _NAME_BYTES = 4
+# launchers that start one process per slot; Determined starts a lone module:Class with the first
+_RANK_PER_SLOT = re.compile(r"determined\.launch\.(torch_distributed|deepspeed)\b|^[\w.]+:\w+$")
 
 
 class ExperimentService:
@@ -201,6 +204,15 @@ class ExperimentService:
                 + ", ".join(map(str, sizes))
                 if several
                 else "Request fewer, or start the master with more: zero-trial master up --slots N.",
+            )
+        given = config.get("entrypoint") or ""
+        if wanted == 0 and _RANK_PER_SLOT.search(given if isinstance(given, str) else " ".join(given)):
+            raise Invalid(
+                "Determined's launcher starts one process per slot",
+                where="resources.slots_per_trial",
+                got=0,
+                expected="at least 1",
+                fix="Request 1. A process without a slot needs an entrypoint without the launcher: python3 -m zero_trial.run model_def:MyTrial.",
             )
         try:
             self._state.agent.check(config)

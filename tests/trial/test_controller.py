@@ -56,6 +56,13 @@ def test_max_length_counts_the_steps_of_the_whole_trial(tmp_path: Path) -> None:
     assert run.outcome.train_seconds > first.train_seconds > 0
     again = run_rank(LineTrial, steps(8), storage=tmp_path, latest_checkpoint="step-000008")
     assert again.trial.calls == [] and again.record.checkpoints == [] and again.record.validation == []
+    fewer = run_rank(LineTrial, steps(5), storage=tmp_path, latest_checkpoint="step-000008")
+    assert fewer.trial.calls == []
+    said = [
+        [e["message"] for e in done.record.events if "nothing" in e.get("message", "")] for done in (run, again, fewer)
+    ]
+    text = "nothing is trained: the checkpoint is at step 8, and max_length is"
+    assert said == [[], [f"{text} 8 steps"], [f"{text} 5 steps"]]
 
 
 def test_resume_with_accumulation_starts_at_exactly_the_right_sample(tmp_path: Path) -> None:

@@ -271,6 +271,10 @@ class TrainLoop:
     def announce(self) -> None:
         """Emit the ``start`` event."""
         state, context = self._state, self._context
+        if state.step >= self._total:
+            context.note(
+                f"nothing is trained: the checkpoint is at step {state.step}, and max_length is {self._total} steps"
+            )
         if context.distributed.rank == 0:
             context.platform.emit(
                 {

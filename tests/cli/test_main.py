@@ -31,6 +31,8 @@ from zero_trial.launch.supervisor import LaunchResult
         ("run --no-such-option", 2, "usage: zero-trial"),
         ("launch", 2, "usage: zero-trial"),
         ("launch --num_gpu 2 train.py", 2, "unrecognized arguments: --num_gpu. Did you mean --num_gpus?"),
+        ("run const.yaml . --lr 0.1", 2, "Write a hyperparameter after the folder: hyperparameters.lr=VALUE"),
+        ("run const.yaml . --slot 2", 2, "Did you mean --slots?"),
         ("ckpt verify --jsno runs", 2, "Did you mean --json?"),
         ("rum const.yaml", 2, "unknown verb rum. Did you mean run?"),
     ],

@@ -100,9 +100,12 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
     options, rest = parser.parse_known_args(words)
     if rest:  # argparse reads the last positional arguments of a verb before the first option only
         if not isinstance(getattr(options, "settings", None), list) or any(word.startswith("-") for word in rest):
-            own = _of_verb(parser, words)
-            near = difflib.get_close_matches(rest[0].partition("=")[0], own._option_string_actions, 1)
-            own.error(f"unrecognized arguments: {' '.join(rest)}" + (f". Did you mean {near[0]}?" if near else ""))
+            own, name = _of_verb(parser, words), rest[0].partition("=")[0]
+            near = difflib.get_close_matches(name, own._option_string_actions, 1, cutoff=0.7)
+            advice = f". Did you mean {near[0]}?" if near else ""
+            if not near and hasattr(options, "settings"):
+                advice = f". Write a hyperparameter after the folder: hyperparameters.{name.lstrip('-')}=VALUE"
+            own.error(f"unrecognized arguments: {' '.join(rest)}{advice}")
         options.settings += rest
     return options
 

@@ -1,4 +1,4 @@
-"""ds_config: read strictly into frozen dataclasses, with every value's source. Imports no torch."""
+"""ds_config: a strict reader into frozen dataclasses, with the source of every value. No torch."""
 
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig

@@ -20,7 +20,7 @@ _NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 @dataclass(frozen=True)
 class BatchTriple:
-    """A solved triangle; ``how``: where the value of each ds_config key came from."""
+    """The solved batch sizes; ``how`` maps each ds_config key to the source of its value."""
 
     train_batch_size: int
     micro_batch_size: int
@@ -45,12 +45,12 @@ def solve_batch(
     *,
     given_by: Mapping[str, ValueSource] | None = None,
 ) -> BatchTriple:
-    """Return the triple that agrees with what is given, for ``dp_world`` data-parallel ranks (world
-    size divided by pipeline and model axes).
+    """Return the triple that matches the given values, for ``dp_world`` data-parallel ranks (world
+    size divided by the pipeline and model axes).
 
-    ``given_by`` names where given values stand ("ds_config.json:3"), by ds_config key. Pure. Raises
-    ConfigError when the given values contradict each other, do not divide, or say nothing about a
-    batch; the message lists the nearest legal triples.
+    ``given_by`` maps ds_config keys to the source of their values ("ds_config.json:3"). Pure.
+    Raises ConfigError if the given values contradict each other, do not divide, or do not determine
+    a batch size; the message lists the nearest legal triples.
     """
     given = (train_batch_size, micro_batch_size, accumulation)
     places = given_by or {}
@@ -93,8 +93,8 @@ def derive_triple(batch: int | None, micro: int | None, steps: int | None, dp_wo
 
 
 def _contradiction(batch: int, micro: int, steps: int, dp_world: int, how: Mapping[str, ValueSource]) -> ConfigError:
-    """Return the refusal, in the form ``train_batch_size 6 != micro 4 x accumulation 1 x ranks 2 =
-    8``, with each value's origin and ways out."""
+    """Return the error ``train_batch_size 6 != micro 4 x accumulation 1 x ranks 2 = 8``, with the
+    source of each value and possible fixes."""
     product, first = micro * steps * dp_world, ""
     if not any(how[name].provenance is Provenance.DERIVED for name in _NAMES[1:]):
         whole, left = divmod(batch, micro * steps)
@@ -111,7 +111,7 @@ def _contradiction(batch: int, micro: int, steps: int, dp_world: int, how: Mappi
 
 
 def nearest_triples(batch: int, micro: int, steps: int, dp_world: int) -> list[tuple[int, int, int]]:
-    """Return legal (batch, micro, accumulation) with one of the three changed, closest first."""
+    """Return legal (batch, micro, accumulation) triples with one number changed, closest first."""
 
     def nearest(samples: int) -> int:
         return max((batch + samples // 2) // samples, 1)
@@ -125,7 +125,7 @@ def nearest_triples(batch: int, micro: int, steps: int, dp_world: int) -> list[t
 
 @dataclass(frozen=True)
 class AxisSizes:
-    """How the ranks lie on the mesh: world = pipe x model x replica x shard."""
+    """The sizes of the mesh axes: world = pipe x model x replica x shard."""
 
     shard: int
     replica: int
@@ -150,12 +150,12 @@ class Reconciliation:
 
 
 def solve_axes(config: DsConfig, world_size: int) -> AxisSizes:
-    """Return the axis sizes for ``world_size`` ranks.
+    """Return the axis sizes for ``world_size`` ranks. Pure.
 
-    Pure; raises ConfigError where they do not multiply to it.
+    Raises ConfigError if the product of the sizes is not ``world_size``.
 
-    ZeRO stage 0 shards nothing, so its shard axis is 1; at stages 1 to 3 all data-parallel ranks
-    share one copy unless mesh.shard, mesh.replica or mics_shard_size says otherwise.
+    At ZeRO stage 0 nothing is sharded, so the shard axis is 1. At stages 1 to 3 all data-parallel
+    ranks share one copy unless mesh.shard, mesh.replica or mics_shard_size is set.
     """
     mesh, zero = config.mesh, config.zero_optimization
     around = mesh.pipe * mesh.model
@@ -196,7 +196,7 @@ def solve_axes(config: DsConfig, world_size: int) -> AxisSizes:
 
 
 def ranks_of(config: DsConfig) -> int:
-    """Return the ranks that a ds_config was written for; 1 if it does not say."""
+    """Return the number of ranks that a ds_config was written for; 1 if unknown."""
     mesh, batch = config.mesh, config.train_batch_size
     data = (mesh.shard or config.zero_optimization.mics_shard_size or 1) * (mesh.replica or 1)
     each = (config.train_micro_batch_size_per_gpu or 0) * (config.gradient_accumulation_steps or 0)
@@ -212,10 +212,10 @@ def reconcile(
     *,
     search: bool = False,
 ) -> Reconciliation:
-    """Bring batch and mesh of a run of ``world_size`` ranks into agreement.
+    """Solve the batch sizes and the mesh of a run of ``world_size`` ranks.
 
-    The hyperparameter ``data_parallel_world_size`` must be what they give; ``read_ds_config``
-    compares all others. Pure. Raises ConfigError, or InvalidHP in a ``search``, with all
+    The hyperparameter ``data_parallel_world_size`` must match the result; ``read_ds_config`` checks
+    all other hyperparameters. Pure. Raises ConfigError (InvalidHP in a ``search``) with all
     contradictions and the nearest legal triples.
     """
     faults: list[ConfigError] = []

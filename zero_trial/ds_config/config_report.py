@@ -18,7 +18,7 @@ from zero_trial.util.text import table
 
 @dataclass(frozen=True)
 class Row:
-    """One value: its name, what it is, where it came from, and perhaps a remark."""
+    """One value: its name, the value, its source, and an optional remark."""
 
     name: str
     value: Any
@@ -43,8 +43,8 @@ class ReportEntry:
 
 
 def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
-    """Return every value of ``config``, the ones that the user did not write included, and every
-    given key that has no field of its own."""
+    """Return every value of ``config``, including defaults, and every given key that has no field
+    of its own."""
     found: list[ReportEntry] = []
     left, given_raw = unfilled(config.raw), Document(dict(config.raw))
     for path, row in TABLE.items():
@@ -67,8 +67,8 @@ def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
 
 
 def render_report(config: DsConfig, *, everything: bool = False) -> str:
-    """Return the report as text: what was given and what needs a remark; with ``everything`` the
-    defaults as well. Warnings stand at the end."""
+    """Return the report as text: the given values and those with a remark, then the warnings; with
+    ``everything`` also the defaults."""
     entries = config_report(config)
     rows = [
         Row(entry.key, entry.value, entry.source, entry.remark)
@@ -80,10 +80,10 @@ def render_report(config: DsConfig, *, everything: bool = False) -> str:
 
 
 def short_report(entries: Iterable[ReportEntry], width: int = 120) -> str:
-    """Return what the user did not write and yet counts, and what was written and has no effect: a
-    paragraph each, or nothing.
+    """Return one paragraph for values that are in effect although the user did not write them, and
+    one for written values without effect. Empty paragraphs are omitted.
 
-    Keys of a section that is switched off, and defaults that ask for nothing, are left out.
+    Skips keys of disabled sections and defaults that enable nothing.
     """
     listed = list(entries)
     off = {entry.key.rpartition(".")[0] for entry in listed if entry.key.endswith(".enabled") and entry.value is False}
@@ -102,7 +102,7 @@ def short_report(entries: Iterable[ReportEntry], width: int = 120) -> str:
 
 
 def filled_line(config: DsConfig) -> str:
-    """Return what every "auto" became, and from what; "" where nothing was left open."""
+    """Return the value of every "auto" and its source; "" if there was no "auto"."""
     filled = [
         f"{path} {shown(_value(config, path)[1])} ({source.removeprefix('auto: ').partition(' (')[0]})"
         for path, source in config.sources.items()
@@ -112,15 +112,15 @@ def filled_line(config: DsConfig) -> str:
 
 
 def clipping_line(config: DsConfig) -> str:
-    """Return that gradients are clipped although ds_config does not ask for it; else ""."""
+    """Return a line if gradients are clipped although ds_config does not set it; else ""."""
     if not config.source("gradient_clipping").is_default or not config.gradient_clipping:
         return ""
     return f"gradient_clipping {config.gradient_clipping} by default: ds_config does not set it; 0 disables it"
 
 
 def report_json(config: DsConfig, batch: Iterable[Row] = ()) -> str:
-    """Return the report for programs: ``values`` (one object per key), ``batch`` (rows of a
-    Reconciliation), ``warnings``, and ``ds_config``, from which the run can be repeated."""
+    """Return the report as JSON: ``values`` (one object per key), ``batch`` (rows of a
+    Reconciliation), ``warnings``, and ``ds_config``, which reproduces the run."""
     body = {
         "values": [asdict(entry) for entry in config_report(config)],
         "batch": [asdict(row) for row in batch],
@@ -131,13 +131,13 @@ def report_json(config: DsConfig, batch: Iterable[Row] = ()) -> str:
 
 
 def entries_of(body: Mapping[str, Any]) -> tuple[ReportEntry, ...]:
-    """Return the entries of a report that was written as JSON."""
+    """Return the entries of a JSON report."""
     return tuple(ReportEntry(**{**value, "source": ValueSource(value["source"])}) for value in body["values"])
 
 
 def resolved_ds_config(config: DsConfig) -> dict[str, Any]:
-    """Return a plain ds_config with every value written out, defaults included: reading it gives
-    the same configuration, on any release."""
+    """Return a plain ds_config with every value written out, including defaults. Reading it returns
+    the same configuration on any release."""
     found = copy.deepcopy(dict(config.raw))
     left = unfilled(config.raw)
     for path in sorted(FIELDS):
@@ -151,12 +151,12 @@ def resolved_ds_config(config: DsConfig) -> dict[str, Any]:
         for part in path.split(".")[:-1]:
             section = section.setdefault(part, {})
         section[row.name] = _as_json(value)
-    # a section that held only nulls says nothing
+    # drop sections that held only nulls
     return {key: value for key, value in found.items() if value != {}}
 
 
 def _value(config: DsConfig, path: str) -> tuple[bool, Any]:
-    """Return whether the section of ``path`` is there, and the value."""
+    """Return whether the section of ``path`` exists, and the value."""
     value: Any = config
     for part in path.split("."):
         if value is None:

@@ -1,10 +1,10 @@
-"""How a ds_config key is declared: one line in its section, which makes the field and its row in
+"""Declarations of ds_config keys: one line in a section creates both the field and the key's row in
 the table.
 
     stage: int = supported(0, Int(0, 3), "0 shards nothing, 1 the optimizer state, ...")
 
-The functions are named after what zero_trial does with the key. A key whose value nothing reads is
-declared as a ``ClassVar``: it is checked and listed, and the section does not keep it.
+Each function is named after the support for its keys. If no code reads the value of a key, declare
+the key as a ``ClassVar``: it is checked and listed, but not stored in the section.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ DECLARED = "ds_config key"
 
 
 class Support(Enum):
-    """What zero_trial does with a key. Every known key has exactly one of these."""
+    """The support for a key. Every known key has exactly one level of support."""
 
     SUPPORTED = "supported"
-    # read and checked; what it asks for does not exist in this design, or happens anyway
+    # read and checked; the feature does not exist in this design, or is always on
     NO_EFFECT = "no effect"
-    # only speed, memory or monitoring: the trained weights are the same without it
+    # affects only speed, memory or monitoring: the trained weights are the same without it
     NOT_YET = "no effect yet"
-    # asking for it is an error, because training would not be what was asked for
+    # an error, because ignoring the key would change the training result
     REFUSED = "refused"
-    MAPPED = "mapped"  # another spelling: turned into the key named in ``becomes``
+    MAPPED = "mapped"  # another spelling: translated to the key in ``becomes``
 
 
 class Origin(Enum):
-    """Where a key comes from."""
+    """The origin of a key."""
 
     DEEPSPEED = "DeepSpeed 0.19.8"
     LEGACY = "older DeepSpeed"
@@ -48,13 +48,13 @@ class Key:
     """One row of the table. ``path`` is dotted and canonical.
 
     Args:
-        meaning: what the key does, or the reason for its support.
-        instead: for a refused key, what to write.
-        aliases: other last parts of the path that are equally valid.
-        harmless: values that people write for "nothing"; they are read as if the key were absent.
-        becomes: for a mapped key, the key of today.
-        was: the default of older DeepSpeed where it changed.
-        section: for a section, the dataclass that declares its keys.
+        meaning: the key's effect, or the reason for its support level.
+        instead: for a refused key, what to write instead.
+        aliases: other valid spellings of the last part of the path.
+        harmless: values that people write for "nothing"; treated as if the key were absent.
+        becomes: for a mapped key, the current key.
+        was: the default of older DeepSpeed, if it changed.
+        section: for a section, the dataclass with its keys.
     """
 
     path: str
@@ -84,10 +84,9 @@ class Key:
         return isinstance(self.type, Section)
 
     def asks(self, value: Any) -> bool:
-        """Return True if ``value`` asks for what this key does.
+        """Return True if ``value`` enables this key's feature.
 
-        A default, a harmless value and a section in which everything is switched off ask for
-        nothing.
+        Defaults, harmless values and sections in which everything is disabled enable nothing.
         """
         if value is None or value == self.default or self.is_harmless(value):
             return False
@@ -96,12 +95,12 @@ class Key:
         return True
 
     def is_harmless(self, value: Any) -> bool:
-        """Return True if ``value`` stands for nothing. False is not 0."""
+        """Return True if ``value`` means "nothing". False and 0 are different values."""
         return any(type(value) is type(nothing) and value == nothing for nothing in self.harmless)
 
 
 def _declare(support: Support, default: Any, type: Type, meaning: str, **more: Any) -> Any:
-    """Return the field of a key, which holds its row."""
+    """Return the dataclass field of a key; the field stores the key's row."""
     metadata = {DECLARED: Key("", type, support, meaning, default, **more)}
     if more.get("required"):
         return dataclasses.field(metadata=metadata)
@@ -114,8 +113,8 @@ supported = partial(_declare, Support.SUPPORTED)
 ours = partial(supported, origin=Origin.OURS)
 no_effect = partial(_declare, Support.NO_EFFECT)
 not_yet = partial(_declare, Support.NOT_YET)
-refused = partial(_declare, Support.REFUSED)  # ``instead`` says what to write
-mapped = partial(_declare, Support.MAPPED, origin=Origin.LEGACY)  # ``becomes`` is the key of today
+refused = partial(_declare, Support.REFUSED)  # ``instead``: what to write
+mapped = partial(_declare, Support.MAPPED, origin=Origin.LEGACY)  # ``becomes``: the current key
 
 
 def section(
@@ -127,19 +126,19 @@ def section(
     support: Support = Support.SUPPORTED,
     **more: Any,
 ) -> Any:
-    """Declare a section whose keys are those of the dataclass ``cls``.
+    """Declare a section with the keys of the dataclass ``cls``.
 
-    ``optional``: None where it is not written, else a ``cls`` with all defaults. ``switch``: a bare
-    true or false stands for the section with this key set.
+    If the section is absent, an ``optional`` section is None, any other a ``cls`` with defaults.
+    ``switch``: the key that a bare true or false in place of the section sets.
     """
     row = Key("", Section(switch=switch), support, meaning, section=cls, **more)
     return dataclasses.field(default=None if optional else cls(), metadata={DECLARED: row})
 
 
 def _enabled(section: Mapping[str, Any]) -> bool:
-    """Return False if the section, or everything in it that has a switch, is switched off.
+    """Return False if the section, or everything in it that has a switch, is disabled.
 
-    ``shared_parameters`` hold the switch of a part of compression_training, whose groups have none.
+    In compression_training, ``shared_parameters`` holds the switch of a part; its groups have none.
     """
     shared = section.get("shared_parameters")
     if isinstance(shared, Mapping):

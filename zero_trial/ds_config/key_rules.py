@@ -30,12 +30,12 @@ Rule = Callable[[Get, Where], Iterator[ConfigError]]
 
 
 class _Undecided(Exception):
-    """A rule asked for a key whose "auto" is still to be filled in."""
+    """A rule needs a key whose "auto" is not filled in yet."""
 
 
 def cross_faults(values: Values, document: Document, still_auto: Collection[str] = ()) -> list[ConfigError]:
-    """Return all faults between keys; ``values`` maps dotted paths to what was given, the rest are
-    defaults. A rule that asks for one of ``still_auto`` finds nothing."""
+    """Return all conflicts between keys. ``values`` maps dotted paths to given values; all others
+    are defaults. Skips rules that need a key in ``still_auto``."""
 
     def get(path: str) -> Any:
         if path in still_auto:
@@ -62,15 +62,15 @@ _PEAK_RATES: Mapping[str, tuple[str, float | None]] = {
 
 def peak_rate(kind: str, params: Values) -> tuple[str, Any]:
     """Return the parameter with which the scheduler ``kind`` sets the learning rate, and its value;
-    ("", None) where each group keeps its own."""
+    ("", None) if each group keeps its own rate."""
     name, default = _PEAK_RATES.get(kind.lower(), ("", None))
     given = params.get(name)
     return (name, given) if given is not None else (name, default) if default is not None else ("", None)
 
 
 def unused_rates(document: Document) -> list[tuple[str, ConfigError]]:
-    """Return each learning rate of ``optimizer.params`` that no step uses, because the scheduler
-    sets another, by its name, with its fault. Muon has two more, ``muon_lr`` and ``adam_lr``."""
+    """Return name and error of each learning rate in ``optimizer.params`` that no step uses because
+    the scheduler overrides the rate. Muon has two more rates, ``muon_lr`` and ``adam_lr``."""
     kind, given = str(document.get(("scheduler", "type"))), document.get(("scheduler", "params"))
     name, peak = peak_rate(kind, given if isinstance(given, Mapping) else {})
     if peak in (None, "auto"):
@@ -94,7 +94,7 @@ def unused_rates(document: Document) -> list[tuple[str, ConfigError]]:
 
 
 def _plan(get: Get) -> tuple[int, ZeroPlan]:
-    """Return the ZeRO stage and its plan on a device that ``offload_param`` empties."""
+    """Return the ZeRO stage and its plan; ``offload_param.device`` is the parameters' home."""
     stage, away = get("zero_optimization.stage"), get("zero_optimization.offload_param.device")
     return stage, plan_for_stage(stage, home=Home.DEVICE if away == "none" else Home(away))
 
@@ -206,7 +206,7 @@ def _policy_is_for_the_stage(get: Get, where: Where) -> Iterator[ConfigError]:
 
 
 def _policies_agree(get: Get, where: Where) -> Iterator[ConfigError]:
-    """Yield the fault where zero_policy and the keys for a model without a pipeline contradict."""
+    """Yield an error if zero_policy contradicts the keys for a model without a pipeline."""
     path, zero = "pipeline.zero_policy", "zero_optimization"
     policy, reduce_every = get(path), get(f"{zero}.reduce_every")
     reshard = RESHARDS.get(get(f"{zero}.reshard_after"))
@@ -244,7 +244,7 @@ Hints = Mapping[str, Any]
 
 
 class AutoValue(NamedTuple):
-    """A value for a key, and what it was made from."""
+    """A value for a key, and its source."""
 
     value: Any
     source: str
@@ -252,14 +252,14 @@ class AutoValue(NamedTuple):
 
 @dataclass(frozen=True)
 class AutoRule:
-    """Where the value for "auto" comes from.
+    """The source of the value for "auto".
 
     Args:
-        names: hyperparameters; the first that exists is taken.
-        compute: otherwise, from the hints and the document.
-        derived: without a source the key is left out, because another part derives it.
-        fill: the hyperparameter is also taken where ds_config says nothing, and a different number
-            in ds_config is a contradiction.
+        names: hyperparameters; the first existing one is used.
+        compute: if none exists, computes the value from the hints and the document.
+        derived: without a source the key is omitted, because another component derives it.
+        fill: the hyperparameter also sets a key that ds_config does not contain; a different number
+            in ds_config is an error.
     """
 
     names: tuple[str, ...] = ()
@@ -334,29 +334,28 @@ RULES: Mapping[str, AutoRule] = {
 
 
 def hint_names() -> tuple[str, ...]:
-    """Return every name under which a value for "auto" is looked for."""
+    """Return every hyperparameter name that can fill an "auto"."""
     listed = [name for rule in RULES.values() for name in rule.names]
     return tuple(dict.fromkeys([*listed, "adam_beta1", "adam_beta2", "warmup_ratio", *_HIDDEN]))
 
 
 def named(hints: Hints, names: tuple[str, ...]) -> AutoValue | None:
-    """Return the first of ``names`` that the hints hold with a value."""
+    """Return the value of the first of ``names`` that has one in ``hints``; else None."""
     for name in names:
         if hints.get(name) is not None and hints[name] != AUTO:
             return AutoValue(hints[name], f"hyperparameter {name}")
     return None
 
 
-# "auto": where each key's value comes from when the user leaves it to the trial's hyperparameters,
-# the model and the mesh.
+# The source of each key's "auto": the trial's hyperparameters, the model, or the mesh.
 
 
 def resolve_auto(document: Document, hints: Hints, *, fill: bool = False) -> tuple[Document, list[ConfigError]]:
-    """Return ``document`` (canonical keys) with every "auto" replaced or left out, and the faults
-    for those that have no source.
+    """Return ``document`` (canonical keys) with every "auto" replaced or omitted, and an error for
+    each "auto" without a source.
 
     ``hints`` are hyperparameters and facts of the model (``hidden_size``). With ``fill`` they also
-    stand in for keys that are missing.
+    set missing keys.
     """
     faults: list[ConfigError] = []
     for parts in _autos(document.value):
@@ -381,7 +380,7 @@ def resolve_auto(document: Document, hints: Hints, *, fill: bool = False) -> tup
 
 
 def unfilled(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return each "auto" without a value, and where a run takes it from."""
+    """Map each "auto" without a value to the source that a run would use."""
     found: dict[str, str] = {}
     for path in map(".".join, _autos(given)):
         *_, name = ("", *RULES.get(path, AutoRule()).names)
@@ -391,7 +390,7 @@ def unfilled(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def contradictions(document: Document, hints: Hints) -> list[ConfigError]:
-    """Return a fault for each number that a hyperparameter of the same meaning contradicts."""
+    """Return an error for each number that contradicts a hyperparameter of the same meaning."""
     faults: list[ConfigError] = []
     for path, rule in RULES.items():
         parts = tuple(path.split("."))
@@ -417,7 +416,7 @@ def _autos(section: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _takes_auto(row: Key) -> bool:
-    """Return whether "auto" is a value of the key itself, which no free text has."""
+    """Return whether "auto" is one of the key's own values. Free text does not count."""
     try:
         row.type.read(AUTO)
     except ValidationError:
@@ -426,8 +425,8 @@ def _takes_auto(row: Key) -> bool:
 
 
 def _may_default(path: str) -> bool:
-    """Return whether "auto" without a source means the default: for sizes (limits, not results),
-    and for what is decided here or has no effect."""
+    """Return whether "auto" without a source means the default. True for sizes (limits that do not
+    change results), and for keys that zero_trial decides or that have no effect."""
     row = TABLE.get(path)
     if row is None or row.required or path in ("fp16.enabled", "bf16.enabled", "zero_optimization.stage"):
         return False
@@ -445,7 +444,7 @@ def _same(given: Any, hint: Any, path: str) -> bool:
             return bool(row.type.read(given).value == row.type.read(hint).value)
         return float(given) == float(hint)
     except (ValidationError, TypeError, ValueError):
-        return True  # a value that cannot be read is the reader's fault to name
+        return True  # the reader reports a value that is not of the key's type
 
 
 def _no_source(where: str, path: str, rule: AutoRule) -> ConfigError:

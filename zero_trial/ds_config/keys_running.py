@@ -162,7 +162,7 @@ class TimersSection:
 
 @dataclass(frozen=True)
 class CheckpointWriterSection:
-    """``checkpoint.writer``: whether training waits for a checkpoint."""
+    """``checkpoint.writer``: whether training waits while a checkpoint is written."""
 
     decoupled: bool = supported(
         False,
@@ -198,7 +198,7 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class ActivationCheckpointingSection:
-    """``activation_checkpointing``: how checkpointed activations are kept."""
+    """``activation_checkpointing``: how checkpointed activations are stored."""
 
     number_checkpoints: int | None = no_effect(
         None, Int(1), "it sets the size of a buffer that does not exist in zero_trial", harmless=(False,)
@@ -287,7 +287,7 @@ class AutotuningSection:
 
 @dataclass(frozen=True)
 class RunningKeys:
-    """How a run is watched, saved and driven."""
+    """The keys that control how a run is monitored, saved and executed."""
 
     steps_per_print: int | None = supported(
         None,

@@ -1,5 +1,5 @@
-"""ds_config keys: what is trained and in which precision: batch, optimizer, scheduler, clipping,
-dtypes, gradients; and the parameters of optimizers and schedulers by name."""
+"""ds_config keys of training and precision: batch, optimizer, scheduler, clipping, dtypes,
+gradients; and the parameters of optimizers and schedulers by name."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class DataTypesSection:
 
 @dataclass(frozen=True)
 class EmaSection:
-    """``ema``: an exponential moving average of the weights, beside the optimizer's moments."""
+    """``ema``: an exponential moving average of the weights."""
 
     decay: float = ours(0.999, Float(above=0, high=1), "the decay d; with a warmup, the limit of d")
     update_after_step: int = ours(
@@ -134,7 +134,7 @@ class EmaSection:
 
 @dataclass(frozen=True)
 class AmpSection:
-    """``amp``: apex mixed precision, read as torch_autocast or fp16."""
+    """``amp``: apex mixed precision, translated to torch_autocast or fp16."""
 
     enabled: ClassVar = mapped(False, Bool(), "see amp", becomes="fp16")
     opt_level: ClassVar = mapped("O1", Text(("O0", "O1", "O2", "O3")), "see amp", becomes="fp16")
@@ -144,7 +144,7 @@ class AmpSection:
 
 @dataclass(frozen=True)
 class TrainingKeys:
-    """What is trained and in which precision."""
+    """The keys of training and precision."""
 
     train_batch_size: int | None = supported(
         None, Int(1), "samples per optimizer step over all ranks: micro batch x accumulation x data-parallel ranks"
@@ -220,8 +220,8 @@ class TrainingKeys:
 
 @dataclass(frozen=True)
 class Param:
-    """One keyword argument; ``default`` is DeepSpeed 0.19.8's, and ``required`` means that there is
-    none. ``only``: why no other value than the default can be had."""
+    """One keyword argument with DeepSpeed 0.19.8's ``default``; if ``required``, it has no default.
+    ``only``: why no value other than the default is possible."""
 
     type: Type
     default: Any = None
@@ -243,7 +243,7 @@ _EPS = Param(Float(low=0), 1e-8)
 _DECAY = Param(Float(low=0), 0.0)
 _FLAG = Param(Bool(), False)
 
-# Arguments of torch's own classes that are passed through.
+# Arguments that are passed through to torch's own classes.
 _TORCH = dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), _FLAG) | {
     name: Param(Bool()) for name in ("foreach", "fused")
 }
@@ -269,7 +269,7 @@ _LAMB = {
     "eps_inside_sqrt": Param(Bool(), False, only="eps is added outside the square root"),
     "amsgrad": Param(Bool(), False, only="LAMB has no AMSGrad variant"),
 }
-# Of DeepSpeed's 1-bit optimizers, beside those of the optimizer that they compress.
+# Arguments that DeepSpeed's 1-bit optimizers add to those of the optimizer that they compress.
 COMPRESSION = dict.fromkeys((
     "freeze_step", "cuda_aware", "comm_backend_name", "coeff_beta", "factor_max", "factor_min",
     "factor_threshold", "var_freeze_step", "var_update_scaler", "local_step_scaler",
@@ -310,8 +310,8 @@ def _by_lower_name(*named: KnownParams) -> Mapping[str, KnownParams]:
     return MappingProxyType({item.name.lower(): item for item in named})
 
 
-# Names that are read in any case. Every other name is a class of torch.optim in exact case, and
-# torch checks its arguments.
+# Names that match in any case. Every other name must match a class of torch.optim in exact case,
+# and torch checks its arguments.
 OPTIMIZERS = _by_lower_name(
     KnownParams("Adam", _ADAM),
     KnownParams("AdamW", _ADAM),
@@ -400,7 +400,7 @@ TORCH_SCHEDULERS = (
 
 
 def unknown_parameters(name: str, where: str, given: Iterable[str], known: Collection[str]) -> list[ConfigError]:
-    """Return an error for each parameter that the optimizer or scheduler ``name`` lacks."""
+    """Return an error for each parameter that the optimizer or scheduler ``name`` does not have."""
     return [
         ConfigError(
             f"{name} has no parameter {key!r}",

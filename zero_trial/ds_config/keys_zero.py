@@ -1,4 +1,4 @@
-"""ds_config keys: what is sharded, in which sizes, over which axes, and what is offloaded."""
+"""ds_config keys of sharding (what, in which sizes, over which axes) and offloading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _QUANTIZED = "quantized communication is not implemented, and it changes results
 
 @dataclass(frozen=True)
 class LeafModuleSection:
-    """``zero_optimization.leaf_module``: modules that are gathered and freed as one block."""
+    """``zero_optimization.leaf_module``: modules that are gathered and freed as a single block."""
 
     classes: tuple[str, ...] = supported((), Names(), "class names, bare or with their module")
     names: tuple[str, ...] = supported((), Names(), "dotted module names")
@@ -23,7 +23,7 @@ class LeafModuleSection:
 
 @dataclass(frozen=True)
 class Folders(Type):
-    """A folder, several with commas between them, or a list of folders."""
+    """A folder, several comma-separated folders, or a list of folders."""
 
     def describe(self) -> str:
         return "a folder or a list of folders"
@@ -269,7 +269,7 @@ class MeshSection:
 
 @dataclass(frozen=True)
 class AioSection:
-    """``aio``: reads and writes of state that lives on an NVMe disk."""
+    """``aio``: reads and writes of state on an NVMe disk."""
 
     block_size: int = supported(1_048_576, Int(1, unit="bytes"), "bytes per request; rounded up to blocks of 4096")
     queue_depth: int = supported(8, Int(1, 1024), "requests in flight per folder, each in its own thread")
@@ -280,7 +280,7 @@ class AioSection:
 
 @dataclass(frozen=True)
 class ZeroKeys:
-    """What is sharded, in which sizes, over which axes, and what is offloaded."""
+    """The keys of sharding and offloading."""
 
     zero_optimization: ZeroSection = section(
         ZeroSection, "what is sharded over the data-parallel ranks; a bare true means stage 1", switch="stage"

@@ -1,5 +1,5 @@
-"""Lay one configuration over another, nested or dotted, leaf by leaf, with the place of every
-changed leaf; and presets, ``zero_optimization`` by one word, from the files of
+"""Lay one configuration over another, nested or dotted, leaf by leaf, and track the source of every
+changed leaf. Also presets: named ``zero_optimization`` sections from
 ``zero_trial/ds_config/presets``."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from zero_trial.schema.config_source import Source, open_source, read_json
 from zero_trial.schema.document import Document, Location, Path, shown
 from zero_trial.util.text import did_you_mean
 
-# Where "type" may be written "type_", because a real master reads a nested key "type" as a
-# hyperparameter's own.
+# Keys for which "type_" also means "type", because Determined's master reads a nested key "type" as
+# the kind of a hyperparameter.
 _TYPES = (("optimizer", "type_"), ("scheduler", "type_"))
 
 TRAINER = "trainer"
@@ -26,8 +26,8 @@ TRAINER = "trainer"
 
 def named_ds_config(data: Mapping[str, Any] | None, hparams: Mapping[str, Any]) -> tuple[Path, Any]:
     """Return the ds_config that an experiment names and the path of its key: ``data.ds_config``,
-    else the hyperparameter ``deepspeed_config``, else ``ds_config`` where it is not a dict of
-    overrides; ``((), None)`` where it names none."""
+    else the hyperparameter ``deepspeed_config``, else ``ds_config`` unless it is a dict of
+    overrides; ``((), None)`` if the experiment names none."""
     over = hparams.get("ds_config")
     candidates = (
         (("data", "ds_config"), (data or {}).get("ds_config")),
@@ -45,15 +45,15 @@ def needs_no_base(hparams: Mapping[str, Any]) -> bool:
 def with_hyperparameters(
     base: Document, hparams: Mapping[str, Any], *, own: bool = False, places: Document | None = None
 ) -> Document:
-    """Return ``base`` as a trial's hyperparameters change it. Raises ConfigError.
+    """Return ``base`` with the changes from a trial's hyperparameters. Raises ConfigError.
 
-    The sections of the preset that ``trainer`` names take the place of the base's, whole. Over them
-    are laid ``overwrite_deepspeed_args``, the name in Determined's examples, and ``ds_config``,
-    where they are dicts.
+    The sections of the preset in ``trainer`` replace whole sections of the base. Then
+    ``overwrite_deepspeed_args`` (the name in Determined's examples) and ``ds_config`` are laid over
+    the result if they are dicts.
 
     Args:
-        own: the trial's own code lays Determined's name over its file.
-        places: knows where the hyperparameters stand.
+        own: skip Determined's name, because the trial's own code lays it over its file.
+        places: has the source of each hyperparameter.
     """
     places = places or Document({}, place=Location(prefix="hyperparameters"))
     if (name := hparams.get(TRAINER)) is not None:
@@ -71,9 +71,9 @@ def overwrite_ds_config(base: Source, overrides: Mapping[str, Any]) -> dict[str,
     """Return a new dict: ``base`` (dict, path or base64) with ``overrides`` laid over it, nested or
     dotted ("optimizer.params.lr").
 
-    ``optimizer.type_`` stands for ``optimizer.type``. Lists are replaced, sections merged, None
-    removes. Nothing is changed in place. Raises ConfigError for a key that is given twice and for a
-    section laid over a plain value or the other way round.
+    ``optimizer.type_`` means ``optimizer.type``. Replaces lists, merges sections, and removes a key
+    if its value is None. Changes nothing in place. Raises ConfigError if a key is given twice, or
+    if a section would replace a plain value or vice versa.
     """
     return overlay(open_source(base), Document.of(overrides)).value
 
@@ -88,7 +88,7 @@ def overlay(base: Document, over: Document) -> Document:
             _set(value, path, leaf, origins[path].where(".".join(path)))
         except ConfigError as fault:
             faults.append(fault)
-        # a section on the way keeps its place in the base
+        # sections above the leaf keep their source in the base
         new = {path[:end]: origins[path[:end]] for end in range(1, len(path)) if path[:end] in origins}
         places = {**new, **places, path: origins[path]}
     if faults:
@@ -97,7 +97,7 @@ def overlay(base: Document, over: Document) -> Document:
 
 
 def _expand(over: Document, faults: list[ConfigError]) -> tuple[dict[Path, Any], dict[Path, Location]]:
-    """Return every leaf of ``over`` under its full path, and where each stands."""
+    """Return every leaf of ``over`` by its full path, and the source of each."""
     found: dict[Path, Any] = {}
     places: dict[Path, Location] = {}
 
@@ -136,9 +136,9 @@ def _opaque(path: Path) -> bool:
 
 
 def _set(value: dict[str, Any], path: Path, leaf: Any, where: str) -> None:
-    """Set the leaf of ``path``, under the spelling that its sections have in ``value``. Raises
-    ConfigError where a plain value would replace a section, which loses everything in it, or a
-    section a plain value, which is a slip."""
+    """Set the leaf of ``path``, using the spelling of its sections in ``value``. Raises ConfigError
+    if a plain value would replace a section (and lose its contents), or a section a plain value (a
+    mistake)."""
     section = value
     for depth, part in enumerate(path[:-1], 1):
         inner = section.setdefault(next(_spellings(section, path[:depth]), part), {})
@@ -179,7 +179,7 @@ def _set(value: dict[str, Any], path: Path, leaf: Any, where: str) -> None:
 
 
 def _spellings(section: Mapping[str, Any], path: Path) -> Iterator[str]:
-    """Yield the keys of ``section`` that mean the last one of ``path``."""
+    """Yield the spellings in ``section`` of the last key of ``path``."""
     parent, name = ".".join(path[:-1]), path[-1]
     row = lookup(parent, name)
     return (key for key in section if row is not None and lookup(parent, key) is row)
@@ -196,8 +196,8 @@ def preset_names() -> tuple[str, ...]:
 
 
 def read_preset(name: Any, where: str) -> Document:
-    """Return the preset ``name`` as a ds_config. Raises ConfigError, with the nearest name, for any
-    other value at the key ``where``."""
+    """Return the preset ``name`` as a ds_config. If there is no such preset, raises ConfigError for
+    the key ``where``, with the nearest name."""
     known = preset_names()
     if not isinstance(name, str) or name not in known:
         near = did_you_mean(name, known) if isinstance(name, str) else None

@@ -1,7 +1,7 @@
-"""Read any form of ds_config into a DsConfig; all faults of a source are reported together.
+"""Read any form of ds_config into a DsConfig; all errors of a source are reported together.
 
-One spelling per key comes first: aliases are resolved, old keys translated, unknown keys reported
-with the nearest known one.
+The reader first reduces each key to its canonical spelling: aliases are resolved, old keys are
+translated, and unknown keys are reported with the nearest known key.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ def read_ds_config(
     """Return a checked DsConfig from a dict, a path, base64 of JSON, or a Document.
 
     ``hints`` fill "auto" (``hidden_size`` of the model, ``total_num_steps`` ...).
-    ``hyperparameters`` do that too, stand in for keys that are missing, and must not contradict
-    those that are there; in a ``search`` such a contradiction is InvalidHP. ``name`` stands in
-    messages instead of the file's name. With ``allow_open`` an "auto" without a source is no fault:
-    it stays in ``raw``, for a report, and the field has its default. Raises ConfigError with all
-    faults of the source together.
+    ``hyperparameters`` fill "auto", set missing keys, and must not contradict given ones; in a
+    ``search`` a contradiction raises InvalidHP. ``name`` replaces the file's name in messages. With
+    ``allow_open`` an "auto" without a source is not an error: it remains in ``raw``, for a report,
+    and the field gets its default. Raises ConfigError with all errors of the source.
     """
     document = open_source(source, name)
     spelled = Canonical(document)
@@ -57,12 +56,12 @@ def read_ds_config(
     known = {**(hints or {}), **(hyperparameters or {})}
     ready, unresolved = resolve_auto(spelled.document, known, fill=hyperparameters is not None)
     read = _Values(ready, {fault.where for fault in unresolved})
-    kinds = {ready.where(f"{section}.type") for section in _PARAMS}  # without a default
+    kinds = {ready.where(f"{section}.type") for section in _PARAMS}  # these keys have no default
     faults = [*spelled.faults, *(fault for fault in unresolved if not allow_open or fault.where in kinds), *read.faults]
     clashes += [] if faults else cross_faults(read.values, ready, unfilled(ready.value))
     for key, unused in unused_rates(ready):
         if _of_a_trial(ready.at(("optimizer", "params", key)).source()):
-            clashes.append(unused)  # every trial of a sweep over it would train at the same rate
+            clashes.append(unused)  # in a sweep over this rate all trials would use the same one
         else:
             read.warnings.append(unused.describe())
     if faults:
@@ -81,29 +80,29 @@ def read_ds_config(
 def replaced_rates(
     document: Document, *, hints: Mapping[str, Any], hyperparameters: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Return a line per learning rate of ``document`` that its scheduler replaces."""
+    """Return a line for each learning rate of ``document`` that the scheduler overrides."""
     ready, _ = resolve_auto(Canonical(document).document, {**hints, **hyperparameters}, fill=True)
     return tuple(unused.describe() for _, unused in unused_rates(ready))
 
 
 def refusal(faults: list[ConfigError], search: bool) -> ConfigError:
-    """Return the faults as one error. In a ``search`` they are an invalid combination of
-    hyperparameters, and it goes on without them."""
+    """Return the faults as one error. In a ``search`` the error is InvalidHP, and the search
+    continues without this combination of hyperparameters."""
     if not search:
         return ConfigError.many(faults)
     return InvalidHP.many(InvalidHP(f.what, where=f.where, got=f.got, expected=f.expected, fix=f.fix) for f in faults)
 
 
 def _of_a_trial(source: ValueSource) -> bool:
-    """Return whether a value comes from the hyperparameters."""
+    """Return whether a value was set by hyperparameters."""
     by_name = source.provenance is Provenance.AUTO and "hyperparameter" in source
     return by_name or source.provenance in (Provenance.HYPERPARAMETER, Provenance.OVERLAY)
 
 
 def _idle(config: DsConfig, document: Document) -> list[str]:
-    """Return warnings of ``offload_optimizer.ratio`` where it keeps nothing in its place (DeepSpeed
-    updates the rest of the state on the GPU), and of a section that names a folder and no device:
-    the default, DeepSpeed's too, offloads nothing."""
+    """Return warnings for an ``offload_optimizer.ratio`` without effect (DeepSpeed updates the rest
+    of the state on the GPU), and for an offload section with a folder but no device: the default
+    device, as in DeepSpeed, offloads nothing."""
     zero, found = config.zero_optimization, []
     optimizer, ratio = zero.offload_optimizer, "zero_optimization.offload_optimizer.ratio"
     if optimizer is not None and optimizer.device != "none" and optimizer.ratio != 1:
@@ -122,11 +121,11 @@ def _idle(config: DsConfig, document: Document) -> list[str]:
 
 Assignments = list[tuple[str, Any]]
 
-# Sections that DeepSpeed reads as plain dicts, so that it does not see a misspelled key in them.
+# Sections that DeepSpeed reads as plain dicts, without detecting misspelled keys.
 _LAX = ("", "aio", "activation_checkpointing", "flops_profiler", "pipeline", "checkpoint")
 
-# Dotted names that TRL adds at the top of a reference model's config. No other dotted name is
-# taken: "zero_optimization.stage" there is an error, while these only limit memory.
+# Dotted names that TRL adds at the top level of a reference model's config. They only limit memory.
+# Any other dotted name there ("zero_optimization.stage") is an error.
 _UNREAD = frozenset(
     f"zero_optimization.{name}"
     for name in ("reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
@@ -141,7 +140,7 @@ _IF_TRUE: Mapping[str | None, Any] = {
 
 
 def translate(row: Key, value: Any) -> Assignments:
-    """Return the (dotted path, value) pairs that stand for a mapped key."""
+    """Return the (dotted path, value) pairs that replace a mapped key."""
     if value in (None, "auto") or row.becomes is None:
         return []
     if row.becomes in _IF_TRUE:
@@ -150,7 +149,7 @@ def translate(row: Key, value: Any) -> Assignments:
 
 
 def translate_amp(amp: Mapping[str, Any]) -> Assignments:
-    """Translate apex's levels: O1 is autocast with fp16, O2 and O3 are fp16 parameters."""
+    """Translate apex's levels: O1 becomes autocast with fp16; O2 and O3 become fp16 parameters."""
     level = amp.get("opt_level", "O1")
     if amp.get("enabled") is not True or level == "O0":
         return []
@@ -161,8 +160,8 @@ def translate_amp(amp: Mapping[str, Any]) -> Assignments:
 
 
 class Canonical:
-    """A document with canonical keys only, and everything that was wrong or worth saying on the
-    way. Faults are collected, not raised."""
+    """A document with canonical keys only, and the errors and warnings from reading it. Errors are
+    collected, not raised."""
 
     def __init__(self, document: Document) -> None:
         self._given = document
@@ -227,7 +226,7 @@ class Canonical:
     def _leaf(self, row: Key, value: Any, raw: Path) -> None:
         self._put(row.path, value, self._given.at(raw), raw)
         parts = tuple(row.path.split("."))
-        # the lines inside optimizer.params and other open values
+        # the sources of the values inside optimizer.params and other free-form values
         self.places.update({(*parts, *rest): place for rest, place in self._given.inside(raw)})
 
     def _amp(self, value: Any, raw: Path) -> None:
@@ -242,13 +241,14 @@ class Canonical:
                 self._unknown(path, "amp")
             elif row.support is not Support.MAPPED:
                 self._leaf(row, inner, path)
-            elif inner not in (None, "auto"):  # there is no apex: an "auto" switch is off
+            elif inner not in (None, "auto"):  # apex is not supported: "auto" disables it
                 levels[row.name] = self._checked(row, inner, path)
         for dotted, meaning in translate_amp(levels):
             self._assign(dotted, meaning, raw, f"removed from DeepSpeed. Read as {dotted}: {shown(meaning)}.")
 
     def _checked(self, row: Key, value: Any, raw: Path) -> Any:
-        """Return the value in its inside form; None, and a fault, if it is not of its kind."""
+        """Return the value in its internal form; if it has the wrong type, add an error and return
+        None."""
         try:
             return row.type.read(value).value
         except ValidationError as problem:
@@ -263,7 +263,7 @@ class Canonical:
             self._put(leaf, value, place, raw)
 
     def _put(self, path: str, value: Any, place: Location, raw: Path) -> None:
-        """Set a leaf or an untouched value; a second spelling of the same key is a fault."""
+        """Set a leaf or an unread value; record an error for a second spelling of the same key."""
         *above, name = parts = tuple(path.split("."))
         if path in self._written:
             self._fault(f"the same key as {self._written[path]}", raw, fix=f"Keep {name} and remove the other.")
@@ -273,14 +273,14 @@ class Canonical:
         self.places[parts] = place
 
     def _section(self, parts: Path | list[str]) -> dict[str, Any]:
-        """Return the section of a path; those on the way are created."""
+        """Return the section of a path; create missing sections."""
         section = self.value
         for part in parts:
             section = section.setdefault(part, {})
         return section
 
     def _unknown(self, raw: Path, parent: str) -> None:
-        """Add the fault for an unknown key, with the nearest known one and DeepSpeed's behavior."""
+        """Add the error for an unknown key, with the nearest known key and DeepSpeed's behavior."""
         meant = nearest(parent, raw[-1])
         hints = [f'Did you mean "{meant}"?'] if meant else []
         if parent in _LAX:
@@ -293,10 +293,10 @@ class Canonical:
 
 
 class _Values:
-    """Dotted path -> inside value for everything given, with the faults and the warnings.
+    """Dotted path -> internal value of every given key, with the errors and warnings.
 
     Args:
-        skip: places that already have a fault.
+        skip: places with an error that is already reported.
     """
 
     def __init__(self, document: Document, skip: set[str | None]) -> None:
@@ -322,7 +322,7 @@ class _Values:
         self.faults.append(ConfigError(what, where=self._document.where(path), **facts))
 
     def _take(self, path: str, key: str, kind: Type, value: Any, target: dict[str, Any]) -> bool:
-        """Put a value's inside form into ``target``; if it is not of its kind, add its fault."""
+        """Store the value's internal form in ``target``; add an error if it has the wrong type."""
         where = self._document.where(path)
         try:
             reading = kind.read(value)
@@ -382,7 +382,7 @@ class _Values:
             self._fault(path, param.only, got=shown(value), expected=shown(param.default), fix="Remove it.")
 
     def _as_given(self, path: str, key: str, value: Any, values: dict[str, Any]) -> None:
-        """Keep an argument of one of torch's classes; only numbers are checked."""
+        """Store an argument of one of torch's classes; check only numbers."""
         if key in _NUMBERS:
             self._take(path, key, _NUMBERS[key], value, values)
             return
@@ -394,8 +394,8 @@ class _Values:
         self.warnings += [f"{self._document.where(path)}: {warning}"] if warning else []
 
     def _check_name(self, section: str, name: str) -> None:
-        """Check a name that is not in the tables: torch may have it, a name close to a known one is
-        a fault, and any other is left to torch."""
+        """Check a name that is not in the tables. Names of torch pass; a name close to a known one
+        is an error; torch checks all others later."""
         path = f"{section}.type"
         if section == "optimizer":
             refused = {known.lower(): why for known, why in REFUSED_OPTIMIZERS.items()}
@@ -417,7 +417,7 @@ class _Values:
 
 
 def _build(cls: Any, prefix: str, values: Mapping[str, Any]) -> Any:
-    """Build the frozen dataclass of a section; what is not in ``values`` takes its default."""
+    """Build the frozen dataclass of a section; fields not in ``values`` get their defaults."""
     found: dict[str, Any] = {}
     for item in dataclasses.fields(cls):
         path = f"{prefix}{item.name}"
@@ -431,7 +431,7 @@ def _build(cls: Any, prefix: str, values: Mapping[str, Any]) -> Any:
 
 
 def _sources(document: Document) -> dict[str, ValueSource]:
-    """Return where the value of every known leaf came from; a null in the source is a default."""
+    """Return the source of every known leaf's value; a null in the input counts as a default."""
     given = {parts: value for parts, _, value in walk(document.value)}
     found: dict[str, ValueSource] = {}
     for path, row in TABLE.items():
@@ -451,7 +451,7 @@ def _sources(document: Document) -> dict[str, ValueSource]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a deep copy without nulls: what was given, in canonical spelling."""
+    """Return a deep copy without nulls: the given values in canonical spelling."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
 """The whole ds_config: DsConfig, and the table of every known key.
 
-The checks, the hints, the report and the reference page are derived from the table; its rows are
+The checks, the hints, the report and the reference page are derived from the table. Its rows are
 declared in ``keys_training``, ``keys_zero`` and ``keys_running``, or listed in ``inert_keys.json``.
 """
 
@@ -23,20 +23,19 @@ from zero_trial.schema import types
 from zero_trial.schema.document import DEFAULT, ValueSource
 
 
-# The last base comes first in the table.
+# The keys of the last base are first in the table.
 @dataclass(frozen=True)
 class DsConfig(RunningKeys, ZeroKeys, TrainingKeys):
-    """A whole ds_config after checking, with the defaults of DeepSpeed 0.19.8.
+    """A complete, checked ds_config with the defaults of DeepSpeed 0.19.8.
 
     Buckets, thresholds and limits are numbers of elements, not bytes; dtypes are the strings
-    "fp32", "fp16", "bf16". None means that the user said nothing and the component decides. Batch
-    sizes stay as given (``solve_batch`` completes them).
+    "fp32", "fp16", "bf16". None means that the user did not set the key and the component decides.
+    Batch sizes are as given (``solve_batch`` completes them).
 
     Args:
-        sources: dotted key -> where its value came from.
-        warnings: sentences that the user should read once.
-        raw: the checked input with canonical key names, from which an equal DsConfig can be read
-            again.
+        sources: dotted key -> the source of its value.
+        warnings: messages to show to the user once.
+        raw: the checked input with canonical key names; reading it returns an equal DsConfig.
     """
 
     sources: Mapping[str, ValueSource] = field(default_factory=dict)
@@ -44,10 +43,10 @@ class DsConfig(RunningKeys, ZeroKeys, TrainingKeys):
     raw: Mapping[str, Any] = field(default_factory=dict)
 
     def source(self, key: str) -> ValueSource:
-        """Return where the value of a dotted key came from."""
+        """Return the source of the value of a dotted key."""
         return self.sources.get(key, DEFAULT)
 
-    # As DeepSpeed's ``engine.config``, the dict that the user has written: keys of the input only.
+    # Like DeepSpeed's ``engine.config``, the dict that the user wrote: only keys of the input.
 
     def __getitem__(self, key: str) -> Any:
         return self.raw[key]
@@ -72,14 +71,14 @@ class DsConfig(RunningKeys, ZeroKeys, TrainingKeys):
 
     @property
     def precision(self) -> str:
-        """Return "fp16", "bf16" or "fp32": what the model computes in."""
+        """Return "fp16", "bf16" or "fp32", the precision in which the model computes."""
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
 
 
-# Keys that zero_trial reads and checks, and does not act on. ``inert_keys.json`` maps a section (""
-# at the top) to its keys. Each has a ``type``, a class of schema/types.py, with its arguments, what
-# zero_trial does with it ("no effect", "no effect yet" or "refused") and why, and where needed
-# ``default``, ``instead``, ``aliases``, ``harmless`` and ``origin``.
+# Keys that zero_trial reads and checks but does not use. ``inert_keys.json`` maps a section ("" at
+# the top) to its keys. Each key has a ``type`` (a class of schema/types.py) with arguments, its
+# support ("no effect", "no effect yet" or "refused") with the reason, and optionally ``default``,
+# ``instead``, ``aliases``, ``harmless`` and ``origin``.
 _OF_KEY = {item.name for item in dataclasses.fields(Key)}
 
 
@@ -105,10 +104,10 @@ def _inert_rows(parent: str) -> Iterator[Key]:
 
 
 def _rows(cls: Any, parent: str = "", kept: bool = True) -> Iterator[tuple[Key, bool]]:
-    """Yield the rows of ``cls`` and the sections in it, in order, each with whether DsConfig keeps
-    its value: those that are declared, then the inert ones."""
+    """Yield the rows of ``cls`` and of its sections: first the declared keys, then the inert ones.
+    Each row comes with a bool: whether DsConfig stores its value."""
     fields = {item.name for item in dataclasses.fields(cls)} if kept else set()
-    # which leave out the ClassVars
+    # dataclasses.fields omits the ClassVars
     for name, declared in cls.__dataclass_fields__.items():
         row = declared.metadata.get(DECLARED)
         if row is not None:
@@ -126,7 +125,7 @@ FIELDS: frozenset[str] = frozenset(row.path for row, kept in _ROWS if kept)
 
 
 def _spellings() -> dict[str, dict[str, Key]]:
-    """Return parent path -> every spelling that is valid in it -> row."""
+    """Return parent path -> every valid spelling in that section -> row."""
     found: dict[str, dict[str, Key]] = {"": {}}
     for row in TABLE.values():
         if row.is_section:
@@ -140,8 +139,8 @@ _SPELLINGS = _spellings()
 
 
 def walk(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Key | None, Any]]:
-    """Yield path, row and value of every key, sections before what is in them; inside the arguments
-    of the optimizer and the scheduler, which have no rows, too."""
+    """Yield path, row and value of every key, sections before their contents. Includes the
+    arguments of the optimizer and the scheduler, whose row is None."""
     for key, value in section.items():
         path = (*above, key)
         row = TABLE.get(".".join(path))
@@ -151,7 +150,7 @@ def walk(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tu
 
 
 def lookup(parent: str, name: str) -> Key | None:
-    """Return the row of a key by any spelling, in the section ``parent`` ("" at the top)."""
+    """Return the row of a key in the section ``parent`` ("" at the top), by any spelling."""
     return _SPELLINGS.get(parent, {}).get(name)
 
 

@@ -1,1 +1,1 @@
-"""The experiment's YAML: one set of rules for ``check``, ``run``, ``plan`` and the master."""
+"""The experiment's YAML: ``check``, ``run``, ``plan`` and the master share one set of rules."""

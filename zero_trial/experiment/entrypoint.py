@@ -1,4 +1,4 @@
-"""The entrypoint: which trial class, in which file, from the source without running it."""
+"""The entrypoint: find the trial class and its file by parsing the source, without running it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Entrypoint:
 def parse_entrypoint(value: str | Sequence[str] | None, where: str = "entrypoint") -> Entrypoint:
     """Return the class that an experiment's ``entrypoint`` names: ``model_def:MyTrial`` alone, or
     last in a cluster's launch command (``python3 -m determined.launch.torch_distributed python3 -m
-    zero_trial.run model_def:MyTrial``). With ``zero_trial.as_determined``, or Determined's launcher
-    for DeepSpeed, it is a DeepSpeedTrial."""
+    zero_trial.run model_def:MyTrial``). With ``zero_trial.as_determined`` or Determined's launcher
+    for DeepSpeed, the class is a DeepSpeedTrial."""
     words = value.split() if isinstance(value, str) else list(value or ())
     found = [match for word in words if (match := _FORM.fullmatch(word))]
     if len(found) != 1:
@@ -57,8 +57,8 @@ def parse_entrypoint(value: str | Sequence[str] | None, where: str = "entrypoint
 
 
 def starts_deepspeed_trial(words: str | Sequence[str]) -> bool:
-    """Return whether an ``entrypoint`` says that its class is a DeepSpeedTrial of Determined, whose
-    code reads the ds_config and lays hyperparameters over it."""
+    """Return whether the class of an ``entrypoint`` is a Determined DeepSpeedTrial, whose own code
+    reads the ds_config and lays hyperparameters over it."""
     return any(
         word in (AS_DETERMINED, DEEPSPEED_LAUNCHER) for word in (words.split() if isinstance(words, str) else words)
     )
@@ -67,8 +67,8 @@ def starts_deepspeed_trial(words: str | Sequence[str]) -> bool:
 def check_entrypoint(
     entrypoint: Entrypoint, model_dir: Path, where: str | None = None, *, shown: str | None = None
 ) -> None:
-    """Raise ConfigError when the source shows that the class does not exist. What only running
-    could show passes. ``shown``: the folder's name in messages."""
+    """Raise ConfigError if the source shows that the class does not exist. Errors that appear only
+    when the code runs are not detected. ``shown``: the folder's name in messages."""
     path = entrypoint.file(model_dir)
     if path is None:
         there = sorted(p.name for p in model_dir.glob("*.py")) if model_dir.is_dir() else []
@@ -102,8 +102,8 @@ def check_entrypoint(
 
 
 def _read_source(path: Path, shown: str) -> ast.Module:
-    """Return the syntax tree of a file. Raises ConfigError with ``shown``, the file's name in
-    messages, and the line for a syntax error."""
+    """Return the syntax tree of a file. For a syntax error, raises ConfigError with the line and
+    ``shown``, the file's name in messages."""
     try:
         return ast.parse(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
@@ -117,7 +117,7 @@ def _read_source(path: Path, shown: str) -> ast.Module:
 
 
 def trial_classes(source: ast.Module, base: str = BASE) -> list[str]:
-    """Return the module's classes that descend from ``base``, as far as the file shows."""
+    """Return the module's classes that derive from ``base``, as far as the file shows."""
     aliases = {base}
     for node in ast.walk(source):
         if isinstance(node, ast.ImportFrom):
@@ -140,7 +140,7 @@ def _name(base: ast.expr) -> str | None:
 
 
 def _names(source: ast.Module) -> set[str]:
-    """Return the names that a module defines, imports or assigns; "*" for all of another one."""
+    """Return the names that a module defines, imports or assigns; "*" for a star import."""
     names: set[str] = set()
     for node in source.body:
         if isinstance(node, ast.ClassDef):

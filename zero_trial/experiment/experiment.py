@@ -1,4 +1,4 @@
-"""Read an experiment's YAML into an ExperimentConfig, with file and line of every fault."""
+"""Read an experiment's YAML into an ExperimentConfig; errors name file and line."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ KeyPath = tuple[str, ...]
 
 @dataclass(frozen=True)
 class SearcherConfig:
-    """``searcher``: how trials are chosen, by which validation metric.
+    """``searcher``: how trials are chosen, and the validation metric for that.
 
-    ``rest`` holds what only other searchers than single read.
+    ``rest`` contains the keys that only searchers other than single read.
     """
 
     name: str = "single"
@@ -67,10 +67,9 @@ class SearcherConfig:
 class ExperimentConfig:
     """A checked experiment.
 
-    Hyperparameters that are const are plain values; ranges stay as they are written
-    (``search_space`` names them).
+    Const hyperparameters are plain values; ranges are unchanged (``search_space`` lists them).
 
-    ``raw`` is the YAML as it was read; ``document`` knows its lines.
+    ``raw`` is the YAML as read; ``document`` also has its line numbers.
     """
 
     name: str
@@ -93,12 +92,12 @@ class ExperimentConfig:
 
     @property
     def hints(self) -> dict[str, Any]:
-        """Return what fills "auto": the run's length in steps, if the experiment counts them."""
+        """Return values that fill "auto": the run's length in steps, if it is given in steps."""
         length = self.searcher.max_length
         return {"total_num_steps": length.count} if length is not None and length.unit == "batches" else {}
 
     def plain(self) -> dict[str, Any]:
-        """Return the experiment as plain data; a ds_config file by its full path."""
+        """Return the experiment as plain data, with the full path of a ds_config file."""
         raw = dict(self.raw)
         named = self.data.get("ds_config")
         if isinstance(named, str) and self.folder is not None and (self.folder / named).is_file():
@@ -106,19 +105,19 @@ class ExperimentConfig:
         return raw
 
     def names_ds_config(self) -> bool:
-        """Return whether a ds_config is named here; if not, the trial itself gives one."""
+        """Return whether the experiment names a ds_config; if not, the trial provides it."""
         named = named_ds_config(self.data, self.hyperparameters)[1]
         return named is not None or needs_no_base(self.hyperparameters)
 
     def ds_config(self, model_dir: str | Path, hyperparameters: Mapping[str, Any] | None = None) -> Document:
         """Return the source of this trial's ds_config, for ``read_ds_config``: ``data.ds_config``,
-        over it the preset of ``hyperparameters.trainer``, then the hyperparameters
+        overlaid with the preset of ``hyperparameters.trainer``, then with the hyperparameters
         ``overwrite_deepspeed_args`` and ``ds_config``.
 
-        A file is looked for in ``model_dir``, which a cluster gets, and then beside the YAML.
-        ``hyperparameters`` are the sampled ones of a search. Every leaf keeps its file and line.
-        Raises ConfigError where there is no ds_config, two that cannot be laid over each other, or
-        two different files of its name.
+        Searches for a file in ``model_dir``, which is uploaded to a cluster, then in the YAML's
+        folder. ``hyperparameters``: the sampled ones of a search. Every leaf keeps its file and
+        line. Raises ConfigError if there is no ds_config, if two cannot be overlaid, or if two
+        different files have its name.
         """
         chosen = self.hyperparameters if hyperparameters is None else hyperparameters
         places = read_hyperparameters(self.document.below(("hyperparameters",)))
@@ -180,11 +179,11 @@ class ExperimentConfig:
 
 @dataclass(frozen=True)
 class ExaminedExperiment:
-    """An experiment as far as it can be understood: a faulty value has its default in ``config``.
+    """An experiment as far as it could be read; in ``config``, defaults replace invalid values.
 
     Args:
-        faults: what ``zero-trial run`` refuses, each with file and line.
-        cluster_faults: what only a master refuses, because a run on this machine does not read it.
+        faults: errors in ``zero-trial run``, each with file and line.
+        cluster_faults: errors for a master only; a run on this machine does not read these keys.
         cluster_warnings: old forms that a master rewrites or ignores.
     """
 
@@ -197,10 +196,10 @@ class ExaminedExperiment:
 def read_experiment(
     source: str | Path | Mapping[str, Any], name: str | None = None, changes: Mapping[KeyPath, Any] | None = None
 ) -> ExperimentConfig:
-    """Read a checked experiment from a YAML file, a dict, or YAML text with a line break in it;
-    ``changes`` (path of a key -> value) stand over its values.
+    """Read and check an experiment from a YAML file, a dict, or YAML text with a line break in it;
+    ``changes`` (path of a key -> value) override its values.
 
-    Raises ConfigError with all faults of what a run on this machine reads, each with file and line.
+    Raises ConfigError with all errors in keys that a run on this machine reads, with file and line.
     """
     examined = examine_experiment(source, name, changes)
     if examined.faults:
@@ -211,9 +210,9 @@ def read_experiment(
 def examine_experiment(
     source: str | Path | Mapping[str, Any], name: str | None = None, changes: Mapping[KeyPath, Any] | None = None
 ) -> ExaminedExperiment:
-    """Read an experiment, with ``changes`` over its values, and collect all its faults.
+    """Read an experiment, with ``changes`` to its values, and collect all its errors.
 
-    Raises ConfigError only for what is not readable YAML, and changes that have no place in it.
+    Raises ConfigError only for unreadable YAML, and for changes that do not fit into the YAML.
     """
     document, folder = _open_experiment(source, name)
     document = with_changes(document, as_sent(dict(changes or {})))
@@ -243,15 +242,15 @@ def examine_experiment(
     others: list[ConfigError] = []
     for issue in examined.issues:
         fault = located(issue, document)
-        # else the reader has said it, and what to write
+        # skip errors that the reader has already reported, with a fix
         if not any(_around(_keys(fault), other) for other in known):
             (stopping if _stops_a_run(issue) else others).append(fault)
     return ExaminedExperiment(config, (*stopping, *values.faults), tuple(others), tuple(examined.warnings))
 
 
 def _misspelled_hyperparameters(document: Document) -> Iterator[str]:
-    """Yield a warning for each hyperparameter, a free name, that is a letter or two away from a
-    name that the context reads and that is not given."""
+    """Yield a warning for each hyperparameter whose name is a letter or two away from a missing
+    name that the context reads (any name is allowed)."""
     named = document.value.get("hyperparameters")
     given = named if isinstance(named, Mapping) else {}
     names = (
@@ -286,7 +285,7 @@ _READ = ("resources", "reproducibility", "searcher")
 
 
 def _stops_a_run(issue: Issue) -> bool:
-    """Return True if a run on this machine cannot leave ``issue`` to a cluster."""
+    """Return True if ``issue`` is an error for a run on this machine, not only for a cluster."""
     path = issue.path
     if issue.code == RENAMED or (path[:1] == ("hyperparameters",) and len(path) > 1 and issue.code != CLUSTER):
         return True
@@ -301,17 +300,17 @@ def _stops_a_run(issue: Issue) -> bool:
 
 
 def _keys(fault: ConfigError) -> tuple[str, ...]:
-    """Return the dotted key that an error is about, in steps."""
+    """Return the parts of the dotted key that an error is about."""
     return tuple((fault.where or "").rpartition(" ")[2].replace("[", ".[").split("."))
 
 
 def _around(path: tuple[str, ...], other: tuple[str, ...]) -> bool:
-    """Return True if one key is the other, or a section around it."""
+    """Return True if the keys are equal or one is a section that contains the other."""
     return path[: len(other)] == other or other[: len(path)] == path
 
 
 def looks_like_ds_config(value: Mapping[str, Any]) -> bool:
-    """Return whether this is a ds_config: it has keys of one, and none of an experiment."""
+    """Return whether ``value`` has keys of a ds_config and none of an experiment."""
     return bool(value) and not known_keys() & set(value) and any(key in TABLE for key in value)
 
 
@@ -353,14 +352,14 @@ def _open_experiment(source: str | Path | Mapping[str, Any], name: str | None) -
 
 
 class _Values:
-    """Reads single values of the document by dotted path and collects their faults."""
+    """Reads single values of the document by dotted path and collects errors."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
         self.faults: list[ConfigError] = []
 
     def get(self, dotted: str, type: Type, default: Any) -> Any:
-        """Return the value in its inside form; the default where it is missing or faulty."""
+        """Return the value in its internal form; the default if it is missing or invalid."""
         path = tuple(dotted.split("."))
         value = self.document.get(path)
         if value is None:
@@ -373,7 +372,7 @@ class _Values:
 
 
 def _entrypoint(values: _Values) -> str:
-    """Return one command line; a list of words is joined. Required."""
+    """Return the entrypoint as one command line; join a list of words. The key is required."""
     value = values.document.get(("entrypoint",))
     if isinstance(value, list) and all(isinstance(word, str) for word in value):
         return " ".join(value)
@@ -420,7 +419,7 @@ _COMMAND_LINE = Location(file="command line")
 
 @dataclass(frozen=True)
 class CommandWords:
-    """A command line's experiment, model folder, and values over those of the file."""
+    """A command line's experiment, model folder, and values that override those of the file."""
 
     experiment_path: Path | None = None
     model_dir: Path | None = None
@@ -428,8 +427,8 @@ class CommandWords:
 
 
 def read_words(words: Iterable[str]) -> CommandWords:
-    """Return what ``words`` mean: ``trainer=PRESET``, a dotted key of the experiment or of the
-    ds_config with ``=VALUE`` (read as YAML), and at most two paths.
+    """Parse ``words``: ``trainer=PRESET``, a dotted key of the experiment or of the ds_config with
+    ``=VALUE`` (read as YAML), and at most two paths.
 
     Raises ConfigError for an unknown key and for a key that is given twice.
     """
@@ -454,7 +453,7 @@ def read_words(words: Iterable[str]) -> CommandWords:
 
 
 def _path(key: str) -> KeyPath:
-    """Return the place of a dotted key in the experiment."""
+    """Return the path of a dotted key in the experiment."""
     parts = tuple(key.split("."))
     if key == TRAINER:
         return ("hyperparameters", TRAINER)
@@ -474,9 +473,9 @@ def _path(key: str) -> KeyPath:
 
 
 def with_changes(document: Document, changes: Mapping[KeyPath, Any]) -> Document:
-    """Return the experiment ``document`` with the changed values in their places.
+    """Return the experiment ``document`` with the changed values.
 
-    Raises ConfigError where a key would go into a plain value or a range.
+    Raises ConfigError if a key would be inside a plain value or a range.
     """
     for path, value in changes.items():
         for end in range(1, len(path)):

@@ -1,5 +1,5 @@
-"""The whole experiment: the type and default of every top-level key, and its completion as a master
-does it: older forms are rewritten, and a template and the cluster's defaults laid under it."""
+"""The whole experiment: the type and default of every top-level key, and its completion as in a
+master: older forms are rewritten, a template and the cluster's defaults fill missing keys."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ _TOP = Fields(
     },
     (_both_places,),
     hint="Settings of your own belong under data: or hyperparameters:.",
-    # the words of zero-trial run, given to det experiment create --config
+    # arguments of zero-trial run, passed to det experiment create --config
     instead={
         "trainer": "hyperparameters.trainer",
         "dataset": "data.dataset",
@@ -119,7 +119,7 @@ _TOP = Fields(
 
 
 def known_keys(section: str = "") -> frozenset[str]:
-    """Return the keys that may be written at the top, or in ``section`` whatever its kind."""
+    """Return the valid keys at the top level, or in ``section`` (of all its kinds)."""
     if not section:
         return frozenset(_TOP.keys)
     inner = _TOP.keys[section].type
@@ -129,7 +129,7 @@ def known_keys(section: str = "") -> frozenset[str]:
 
 
 def _check_grid(config: Mapping[str, Any], issues: list[Issue]) -> list[Issue]:
-    """Check what a grid needs of the hyperparameters: a count for every range, and an end."""
+    """Check the requirements of a grid search: a count for every range, and a limited size."""
     searcher, space = config.get("searcher"), config.get("hyperparameters")
     if not isinstance(searcher, Mapping) or searcher.get("name") != "grid" or not isinstance(space, Mapping):
         return []
@@ -144,7 +144,7 @@ def _check_grid(config: Mapping[str, Any], issues: list[Issue]) -> list[Issue]:
 
 
 class InvalidExperiment(ConfigError):
-    """An experiment that a real master would refuse; ``messages`` holds every fault as one line."""
+    """An experiment that Determined's master would reject; ``messages`` has one line per error."""
 
     def __init__(self, messages: list[str]) -> None:
         self.messages = list(messages)
@@ -153,7 +153,7 @@ class InvalidExperiment(ConfigError):
 
 @dataclass(frozen=True)
 class Examined:
-    """An experiment over its defaults: ``merged`` as JSON data, issues, old forms."""
+    """An experiment merged with defaults: ``merged`` as JSON data, issues, and old forms."""
 
     merged: dict[str, Any]
     issues: list[Issue]
@@ -174,11 +174,11 @@ class CompletedConfig:
 def complete(
     source: str | Mapping[str, Any], defaults: ClusterDefaults, *, template: Mapping[str, Any] | None = None
 ) -> CompletedConfig:
-    """Return the completed experiment of YAML text or a dict. ``template`` is laid under it. Pure.
+    """Return the completed experiment of YAML text or a dict, over ``template``. Pure.
 
-    Raises InvalidExperiment with all faults. An experiment that is accepted here is accepted by a
-    cluster, too, and completed to the same configuration; docs/guide/master.md names what is
-    refused only here.
+    Raises InvalidExperiment with all errors. A cluster also accepts every experiment that is
+    accepted here, and completes it to the same configuration; docs/guide/master.md lists what is
+    rejected only here.
     """
     try:
         document = read_yaml(source, "experiment") if isinstance(source, str) else Document.of(source)
@@ -191,7 +191,7 @@ def complete(
 
 
 def examine(document: Document, defaults: ClusterDefaults, template: Mapping[str, Any] | None = None) -> Examined:
-    """Rewrite old forms, lay it over ``template`` and ``defaults``, check every key. Pure."""
+    """Rewrite old forms, merge with ``template`` and ``defaults``, and check every key. Pure."""
     issues: list[Issue] = []
     plain = _as_json(document.value, (), issues)
     if issues:
@@ -199,7 +199,7 @@ def examine(document: Document, defaults: ClusterDefaults, template: Mapping[str
     issues, old_forms = _check_keys(document)
     issues += _check_storage_kind(plain.get("checkpoint_storage"))
     resources = plain.get("resources")
-    if isinstance(resources, Mapping) and resources.get("slots") is not None:  # templates are for commands, too
+    if isinstance(resources, Mapping) and resources.get("slots") is not None:  # commands use templates, too
         issues.append(Issue(("resources", "slots"), REMOVED, "is only for commands. Write slots_per_trial."))
     own, more = modern(plain)
     old_forms += more
@@ -216,7 +216,7 @@ def examine(document: Document, defaults: ClusterDefaults, template: Mapping[str
 
 
 def _check_keys(document: Document) -> tuple[list[Issue], list[str]]:
-    """Return issues and warnings of keys that arrive under another name than they are written."""
+    """Return issues and warnings for keys that YAML 1.1 reads under another name."""
     issues, warnings = [], []
     for path, spelling in document.respelled.items():
         text = f"{spelling} is {path[-1]} in YAML 1.1, and is read under that name. Write '{spelling}' in quotes, or use another name"
@@ -228,7 +228,7 @@ def _check_keys(document: Document) -> tuple[list[Issue], list[str]]:
 
 
 def _check_storage_kind(written: Any) -> list[Issue]:
-    """Return the issue of a storage whose type is left to the cluster, but whose keys are not."""
+    """Return an issue if the storage has keys of a type but no type."""
     if not isinstance(written, Mapping):
         return []
     path = ("checkpoint_storage", "type")
@@ -239,9 +239,9 @@ def _check_storage_kind(written: Any) -> list[Issue]:
 
 
 def _as_json(value: Any, path: Path, issues: list[Issue]) -> Any:
-    """Return ``value`` as JSON data, as a master written in Go has it: 1.0 is 1.
+    """Return ``value`` as JSON data, as a master written in Go stores it: 1.0 becomes 1.
 
-    YAML knows more: dates become text, and what has no JSON form is an issue.
+    YAML has more types: dates become text, and values without a JSON form are issues.
     """
     if isinstance(value, dict):
         return {_text(key, path, issues): _as_json(inner, (*path, key), issues) for key, inner in value.items()}
@@ -270,20 +270,20 @@ def _text(text: str, path: Path, issues: list[Issue]) -> str:
     return text
 
 
-# Defaults of a cluster, and how one configuration is laid over another.
+# Defaults of a cluster, and how two configurations are merged.
 
 
 @dataclass(frozen=True)
 class ClusterDefaults:
-    """``checkpoint_storage`` of the master's own configuration; and, because both are random on a
-    real master, the ``name`` and the ``experiment_seed`` of an experiment without one."""
+    """``checkpoint_storage`` of the master's own configuration, and the ``name`` and
+    ``experiment_seed`` for experiments without one (Determined's master draws both at random)."""
 
     checkpoint_storage: Mapping[str, Any] | None = None
     name: str = "Experiment"
     experiment_seed: int = 0
 
     def as_config(self) -> dict[str, Any]:
-        """Return the same as an experiment configuration."""
+        """Return these defaults as an experiment configuration."""
         return {
             "name": self.name,
             "reproducibility": {"experiment_seed": self.experiment_seed},
@@ -291,11 +291,11 @@ class ClusterDefaults:
         }
 
 
-# Laying one experiment configuration over another: maps are united, lists replaced, and null counts
-# as not written.
+# Merging two experiment configurations: maps are merged, lists are replaced, and null counts as
+# absent.
 #
-# The exceptions: lists of mounts, devices, variables, ports, labels and policies add up; a
-# hyperparameter with a type, and a storage or a searcher of another kind, are never mixed.
+# Exceptions: lists of mounts, devices, variables, ports, labels and policies are concatenated; a
+# hyperparameter with a type, and a storage or searcher of another kind, are never merged.
 
 
 _UNIONS: Mapping[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
@@ -304,7 +304,7 @@ _UNIONS: Mapping[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
 }
 
 
-# Lists whose items have a key: an item above hides the item below with the same one.
+# Lists whose items have a key: an item above replaces the item below with the same key.
 _KEYED = {
     ("bind_mounts",): "container_path",
     ("resources", "devices"): "container_path",
@@ -322,7 +322,7 @@ _ATOMIC = (("data",), ("environment", "pod_spec"))
 
 
 def merge(above: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``above`` with ``below`` where it has no value. Neither is changed."""
+    """Return ``above`` with missing values filled from ``below``. Changes neither."""
     return dict(_merge(above, below, ()))
 
 
@@ -350,7 +350,7 @@ def _merge_maps(above: Mapping[str, Any], below: Mapping[str, Any], path: tuple[
 
 
 def _merge_hyperparameters(above: Mapping[str, Any], below: Mapping[str, Any], *, top: bool) -> Any:
-    """Merge namespaces; a value or a range is one thing. A null is a value here."""
+    """Merge namespaces, but not inside a value or a range. Null is a value here."""
     merged = copy.deepcopy(dict(above))
     if not top and ("type" in above or "type" in below):
         return merged
@@ -369,29 +369,28 @@ def _merge_lists(above: list[Any], below: list[Any], path: tuple[str, ...]) -> A
         taken = [item[key] for item in above if isinstance(item, Mapping) and item.get(key) is not None]
         return above + [item for item in below if not isinstance(item, Mapping) or item.get(key) not in taken]
     if path in _APPENDED:
-        # the last one of two variables of the same name is the one that counts
+        # of two variables with the same name, the last is used
         return below + above
     if path == ("labels",):
         return above + [label for label in below if label not in above]
     return above
 
 
-# Older ways of writing an experiment, rewritten as they are written today. What is not understood
-# is left to the rules to refuse.
+# Older forms of an experiment are rewritten to the current form. The rules reject all other forms.
 
 
-# Keys that are taken and ignored: they are not part of a completed configuration.
+# Keys that are accepted and ignored: they are not part of a completed configuration.
 _GONE = {
     ("data_layer",): dict,
     ("resources", "agent_label"): str,
 }
 
-# Keys that are taken, completed and shown, but read by no trial of today.
+# Keys that are accepted, completed and shown, but that current trials do not read.
 _WITHOUT_EFFECT = ("security", "records_per_epoch", "tensorboard_storage")
 
 
 def modern(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return ``config`` in today's form, and a line for each old form."""
+    """Return ``config`` in the current form, and a line for each old form."""
     whole = {key: copy.deepcopy(value) for key, value in config.items() if value is not None}
     warnings: list[str] = []
     for path, kind in _GONE.items():
@@ -419,7 +418,7 @@ def modern(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _exponents(section: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Yield a line for each log range whose ends look like values: they are exponents."""
+    """Yield a line for each log range whose ends look like values, because they are exponents."""
     low, high, base = section.get("minval"), section.get("maxval"), section.get("base")
     if (
         section.get("type") == "log"

@@ -1,4 +1,4 @@
-"""The sections of an experiment's YAML: what each key may be, and its default."""
+"""The sections of an experiment's YAML: the type and default of each key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zero_trial.schema.types import (
     not_a_map,
 )
 
-# Keys that many sections have.
+# Keys that many sections share.
 TEXT = Field(exact_text())
 NEEDED_TEXT = Field(exact_text(), required=True)
 _HIDDEN_TEXT = Field(exact_text(), shown=False)
@@ -73,7 +73,7 @@ class PeriodOf(Type):
             raise ValidationError(self.describe(), f"{shown(count)} is not {error.expected}.") from None
 
 
-# How long or how often: {batches: n}, {records: n} or {epochs: n}; for a search also a bare number.
+# A length or a period: {batches: n}, {records: n} or {epochs: n}; for a search also a bare number.
 
 
 _WORDS = 'a length object must have one attribute named "batches", "records", or "epochs"'
@@ -90,7 +90,7 @@ SEARCHER_LENGTH = AnyOf((*_length(1), exact_int(1)), f"{_WORDS}, with a positive
 
 @dataclass(frozen=True)
 class Arranged(ListOf):
-    """A list that a completed configuration has in the order of ``arrange``."""
+    """A list that ``arrange`` sorts in a completed configuration."""
 
     arrange: Callable[[list[Any]], list[Any]] = list
 
@@ -98,8 +98,7 @@ class Arranged(ListOf):
         return self.arrange([self.item.fill(inner) for inner in value])
 
 
-# ``searcher``: the four searches that a new experiment may ask for, and what to write instead of
-#     those that are gone.
+# ``searcher``: the four searches of new experiments, and replacements for removed ones.
 
 
 def _one_source(section: Mapping[str, Any]) -> str | None:
@@ -168,7 +167,7 @@ SEARCHER = Tagged(
 )
 
 
-# ``checkpoint_storage``: where checkpoints go, and how many of them are kept.
+# ``checkpoint_storage``: where checkpoints are stored, and how many are kept.
 
 
 _KEPT = {
@@ -250,8 +249,8 @@ TENSORBOARD = Tagged(
 )
 
 
-# ``environment``, ``resources``, ``bind_mounts``: the container that a cluster runs a trial in.
-# Here they are checked, and mostly not needed.
+# ``environment``, ``resources``, ``bind_mounts``: the container in which a cluster runs a trial. A
+# run on this machine checks these sections but uses little of them.
 
 
 HARDWARE = ("cpu", "cuda", "rocm")
@@ -273,7 +272,7 @@ POD_KEYS = ("kind", "apiVersion", "metadata", "spec", "status")
 
 
 class _PodSpec(Type):
-    """A Kubernetes pod: what Determined itself decides may not be set."""
+    """A Kubernetes pod; fields that Determined controls must not be set."""
 
     def check(self, value: Any, path: Path) -> list[Issue]:
         if not isinstance(value, Mapping):
@@ -379,15 +378,14 @@ RESOURCES = Fields(
             AnyOf((exact_int(0),), "is not a number of bytes; a cluster also rejects strings such as 4g")
         ),
         "devices": Field(_DEVICES, []),
-        "slots": Field(exact_int(), shown=False),  # of commands; only a template may have it
+        "slots": Field(exact_int(), shown=False),  # for commands; only valid in a template
         "agent_label": Field(exact_text(), shown=False),
     },
     (_fits_max_slots,),
 )
 
 
-# The smaller sections of an experiment: what is logged, profiled, kept, and run on other
-# schedulers.
+# The smaller sections of an experiment: logging, profiling, retention, and other schedulers.
 
 
 def _names_or_matches(section: Mapping[str, Any]) -> str | None:
@@ -396,13 +394,13 @@ def _names_or_matches(section: Mapping[str, Any]) -> str | None:
     try:
         why = compile_pattern(section.get("pattern") or "")[1]
     except ImportError:
-        return None  # the reader of patterns comes with determined: without it, a master decides
+        return None  # the regex library is a dependency of determined: if it is missing, the master checks
     return f"pattern is not a regular expression in RE2's syntax: {why}" if why else None
 
 
 def compile_pattern(text: str) -> tuple[Any, str]:
-    """Return a pattern in the syntax of Go and "", or None and what is wrong with it. Raises
-    ImportError where RE2 is not installed."""
+    """Compile a pattern in Go's syntax. Return the pattern and "", or None and the error message.
+    Raises ImportError if RE2 is not installed."""
     import re2
 
     options = re2.Options()
@@ -421,8 +419,8 @@ DEFAULT_POLICIES = (
 
 
 class _LogPolicies(ListOf):
-    """Policies with different names. Those that a cluster always has follow, unless one of their
-    name is there: one without a pattern switches them off."""
+    """Policies with different names. A cluster's default policies are appended unless the list has
+    one of the same name; a policy without a pattern disables the default one."""
 
     def check(self, value: Any, path: Path) -> list[Issue]:
         issues = super().check(value, path)

@@ -1,7 +1,7 @@
-"""``hyperparameters``: names with values, ranges to search, and maps of such; and the points of a
-search: a random draw, the points of a grid by number, and those that a check looks at.
+"""``hyperparameters``: names with values, search ranges, or nested maps; and the points of a
+search: a random draw, the points of a grid by number, and the points for a check.
 
-A nested key "type" names a kind of range.
+A nested key "type" is the kind of a range.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Names = tuple[str, ...]
 
 
 def read_hyperparameters(document: Document) -> Document:
-    """Return ``document`` with every const replaced by its value; ranges stay as written."""
+    """Return ``document`` with every const replaced by its value; ranges are unchanged."""
     places: dict[Names, Location] = {}
 
     def walk(value: Any, raw: Names, path: Names) -> Any:
@@ -69,7 +69,7 @@ def is_const(spec: Any) -> bool:
 
 
 def find_ranges(section: Mapping[str, Any], above: Names = ()) -> Iterator[tuple[Names, Mapping[str, Any]]]:
-    """Yield path and spec of every range, in the order of the YAML."""
+    """Yield the path and spec of every range, in the order of the YAML."""
     for key, value in section.items():
         if isinstance(value, Mapping) and value.get("type") in _SEARCHED:
             yield (*above, key), value
@@ -77,7 +77,7 @@ def find_ranges(section: Mapping[str, Any], above: Names = ()) -> Iterator[tuple
             yield from find_ranges(value, (*above, key))
 
 
-# The words are a real master's, missing quote included, because people look for them.
+# The exact message of Determined's master, missing quote included, so that a search finds it.
 NESTED_TYPE = (
     'if a hyperparameter object\'s ["type"] is set, it must be one of "int", "double", "log", const", or "categorical"'
 )
@@ -98,7 +98,7 @@ def _ascending(section: Mapping[str, Any]) -> str | None:
 
 
 def _finite(section: Mapping[str, Any]) -> str | None:
-    """Return what is wrong if a value between the ends is not a number that JSON can hold."""
+    """Return an error message if the range has values that are not finite numbers."""
     try:
         ends = [float(section.get("base", 1)) ** float(section[name]) for name in ("minval", "maxval")]
     except (OverflowError, ZeroDivisionError):
@@ -132,7 +132,7 @@ COUNTED = ("int", "double", "log")
 
 
 class Hyperparameters(Type):
-    """The whole section. A completed one has ``{type: const, val: ...}`` for every plain value."""
+    """The whole section. Completion turns every plain value into ``{type: const, val: ...}``."""
 
     def check(self, value: Any, path: Path) -> list[Issue]:
         if not isinstance(value, Mapping):
@@ -152,7 +152,7 @@ def _fill(value: Any) -> Any:
 
 
 def _check(value: Any, path: Path, names: tuple[str, ...]) -> Iterator[Issue]:
-    if not isinstance(value, Mapping):  # a list is one value, whatever is in it
+    if not isinstance(value, Mapping):  # a list counts as one value
         return
     if "type" not in value:
         for name, inner in value.items():
@@ -169,7 +169,7 @@ def _check(value: Any, path: Path, names: tuple[str, ...]) -> Iterator[Issue]:
 
 
 def _accepted_form(value: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    """Return how a map with a key "type" of its own is to be written."""
+    """Return the accepted way to write a map with its own key "type"."""
     inside = ", ".join(
         f"{key}: {shown(inner)}" for key, inner in sorted(value.items(), key=lambda item: item[0] != "type")
     )
@@ -180,7 +180,7 @@ def _accepted_form(value: Mapping[str, Any], names: tuple[str, ...]) -> str:
 
 
 def check_counts(value: Any, path: Path) -> list[Issue]:
-    """Return ranges of a grid without a count of values, also inside maps and lists."""
+    """Return an issue for each grid range without a count of values, also inside maps and lists."""
     if isinstance(value, list):
         return [fault for index, inner in enumerate(value) for fault in check_counts(inner, (*path, index))]
     if not isinstance(value, Mapping):
@@ -198,17 +198,17 @@ class RandomNumbers(Protocol):
     """Random numbers for `sample`."""
 
     def below(self, count: int) -> int:
-        """Return an integer, 0 to count - 1."""
+        """Return an integer in [0, count)."""
 
     def unit(self) -> float:
-        """Return a number from 0 to below 1."""
+        """Return a number in [0, 1)."""
 
 
 def sample(space: Mapping[str, Any], numbers: RandomNumbers) -> dict[str, Any]:
     """Return ``space`` with every range replaced by a value.
 
-    Names are visited in the order of their bytes, whatever their order in the YAML. The top level
-    is a map of names even if one of them is ``type``, as in Determined.
+    Visits names in byte order, regardless of their order in the YAML. The top level is a map of
+    names even if one of them is ``type``, as in Determined.
     """
     found = sorted(find_ranges(space), key=lambda pair: pair[0])
     return _with(space, (), {path: _draw(spec, numbers) for path, spec in found})
@@ -241,12 +241,12 @@ def _uniform(spec: Mapping[str, Any], numbers: RandomNumbers) -> float:
 
 
 def power(base: float, exponent: float) -> float:
-    """Return ``base``, which is positive, to the power of ``exponent``: to the last bit the number
-    that a Determined master on an x86-64 processor computes.
+    """Return ``base`` (positive) to the power of ``exponent``, bit-identical to a Determined master
+    on an x86-64 processor.
 
-    Its mathematics library multiplies squares of the base for the whole part of the exponent and
-    adds ``exp(rest * log(base))``, with |rest| at most 1/2. The result differs from the correctly
-    rounded one by up to two units in the last place.
+    Go's math library multiplies squares of the base for the integer part of the exponent, and
+    applies ``exp(rest * log(base))`` for the rest, with |rest| at most 1/2. The result differs from
+    the correctly rounded one by up to two units in the last place.
     """
     if abs(exponent) == 0.5:
         return math.sqrt(base) if exponent > 0 else 1.0 / math.sqrt(base)
@@ -277,7 +277,7 @@ def _exp(number: float) -> float:
 
     N. Shibata, "Efficient evaluation methods of elementary functions suitable for SIMD
     computation", 2010: exp(16 r) 2^k with a Taylor series for y = exp(r) - 1, doubled four times by
-    exp(2 r) - 1 = y (y + 2). Every addition to a product is fused.
+    exp(2 r) - 1 = y (y + 2). Every multiply-add is fused.
     """
     twos = round(number * math.log2(math.e))
     rest = number
@@ -294,13 +294,12 @@ def _exp(number: float) -> float:
 
 
 def _fused(a: float, b: float, c: float) -> float:
-    """Return a b + c, rounded once: the quotient of two integers is."""
+    """Return a b + c with a single rounding, which the quotient of two integers has."""
     (x, under_x), (y, under_y), (z, under_z) = a.as_integer_ratio(), b.as_integer_ratio(), c.as_integer_ratio()
     return (x * y * under_z + z * under_x * under_y) / (under_x * under_y * under_z)
 
 
-# The points of a grid, by number: the cartesian product of the axes, which is never made as a
-# whole.
+# The points of a grid, by number: the cartesian product of the axes, which is never materialized.
 
 
 MOST_POINTS = 1_000_000
@@ -310,14 +309,14 @@ memory."""
 
 @dataclass(frozen=True)
 class Grid:
-    """Axes in alphabetical order of their paths; the last axis runs fastest."""
+    """Axes in alphabetical order of their paths; the last axis varies fastest."""
 
     space: Mapping[str, Any]
     axes: tuple[tuple[Names, tuple[Any, ...]], ...]
 
     @classmethod
     def of(cls, space: Mapping[str, Any]) -> Grid:
-        """Return the grid of ``space``. Raises ConfigError if it is uncounted or too large."""
+        """Return the grid of ``space``. Raises ConfigError if it is too large or lacks a count."""
         found = sorted(find_ranges(space), key=lambda pair: pair[0])
         grid = cls(space, tuple((path, axis_values(spec)) for path, spec in found))
         if grid.size > MOST_POINTS:
@@ -326,11 +325,11 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """Return how many points there are."""
+        """Return the number of points."""
         return math.prod(len(values) for _, values in self.axes)
 
     def values(self, number: int) -> dict[Names, Any]:
-        """Return the value of every axis at point ``number``, 0 to size - 1."""
+        """Return the value of every axis at point ``number`` (0 to size - 1)."""
         chosen: dict[Names, Any] = {}
         for path, values in reversed(self.axes):
             number, index = divmod(number, len(values))
@@ -338,15 +337,15 @@ class Grid:
         return {path: chosen[path] for path, _ in self.axes}
 
     def point(self, number: int) -> dict[str, Any]:
-        """Return the hyperparameters of point ``number``, 0 to size - 1."""
+        """Return the hyperparameters of point ``number`` (0 to size - 1)."""
         return _with(self.space, (), self.values(number))
 
 
 def axis_values(spec: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return ``count`` values from minval to maxval, both included, evenly spaced (for log: in the
-    exponent); a count of 1 is the middle.
+    """Return ``count`` values from minval to maxval (inclusive), evenly spaced (for log: in the
+    exponent); for a count of 1, the middle.
 
-    An int axis is rounded, halves away from zero, and has at most maxval - minval + 1 values.
+    Rounds an int axis, halves away from zero, to at most maxval - minval + 1 values.
     """
     if spec["type"] == "categorical":
         return tuple(spec["vals"])
@@ -381,12 +380,12 @@ def _with(section: Mapping[str, Any], above: Names, chosen: Mapping[Names, Any])
     return whole
 
 
-# The points that a check looks at.
+# The points for a check.
 
 
 @dataclass(frozen=True)
 class Point:
-    """One set of hyperparameters: ``values`` by dotted name, and the whole with them in place."""
+    """One set of hyperparameters: ``values`` by dotted name, and the whole section."""
 
     number: int
     values: Mapping[str, Any]
@@ -398,7 +397,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Space:
-    """``points``: those to look at; ``total``: how many there are, None if unknown."""
+    """``points``: the points to check; ``total``: the number of all points, None if unknown."""
 
     points: tuple[Point, ...]
     total: int | None
@@ -409,13 +408,13 @@ class Space:
 
 
 def explore(hyperparameters: Mapping[str, Any], searcher: str, most: int, seed: int = 0) -> Space:
-    """Return the points of a search by ``searcher``, ``most`` at most.
+    """Return at most ``most`` points of a search by ``searcher``.
 
     Pure: the same seed gives the same points.
 
-    A grid's points are those that the master starts, in its order. A sample of another search holds
-    the ends of every range and, as far as ``most`` allows, every value of a categorical. Raises
-    ConfigError as ``Grid.of`` does.
+    Points of a grid are those that the master starts, in its order. Points of another search
+    include the ends of every range and, as far as ``most`` allows, every value of a categorical.
+    Raises ConfigError like ``Grid.of``.
     """
     axes = dict(find_ranges(hyperparameters))
     if not axes:
@@ -432,7 +431,7 @@ def explore(hyperparameters: Mapping[str, Any], searcher: str, most: int, seed: 
 
 
 def _sampled(spec: Mapping[str, Any], count: int, rng: random.Random) -> list[Any]:
-    """Return ``count`` values of one axis: the ends, then random ones; a categorical goes round."""
+    """Return ``count`` values of an axis: the ends, then random ones; cycle a categorical."""
     if spec["type"] == "categorical":
         values = list(spec["vals"])
         rng.shuffle(values)

@@ -1,4 +1,4 @@
-"""A pipeline module: a list of layers, of which each pipeline rank builds its own."""
+"""A pipeline module: a list of layers; each pipeline rank builds only its own layers."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class PipelineModule(nn.Module):
         self.checkpointable_layers = tuple(checkpointable_layers) if checkpointable_layers is not None else None
         self.dynamic_shape = dynamic_shape
         self.chunks_per_rank = chunks_per_rank
-        self.parts: list[int] = []  # the boundaries of the chunks
+        self.parts: list[int] = []  # boundaries of the chunks
         self.ties: dict[str, tuple[int, ...]] = {}  # key -> the chunks that hold it
         self.placement: ChunkPlacement | None = None
         self.stage_id = 0
@@ -107,8 +107,8 @@ class PipelineModule(nn.Module):
         self._seeds = LayerSeeds(base_seed, seed_fn or torch.manual_seed) if seed_layers else None
         self._topology = topology
         self._profile_input = profile_input
-        self._chunks: dict[int, Chunk] = {}  # not registered: its layers are, under their own names
-        # names of the children that are layers; others are the user's own
+        self._chunks: dict[int, Chunk] = {}  # not registered: the layers are, under their own names
+        # names of the children that are layers; other children belong to the user
         self._built: list[str] = []
         wanted = placement or (ChunkPlacement.loop(self.num_stages, chunks_per_rank) if self.num_stages else None)
         if wanted is not None and wanted.stages > 1 and (build := _BUILDER.get()) is not None:
@@ -118,7 +118,7 @@ class PipelineModule(nn.Module):
 
     @classmethod
     def from_sequential(cls, model: nn.Sequential, num_stages: int | None = None, **options: Any) -> PipelineModule:
-        """Return a pipeline whose layers are the children of an ``nn.Sequential``."""
+        """Return a pipeline with the children of an ``nn.Sequential`` as layers."""
         return cls(list(model), num_stages, **options)
 
     @classmethod
@@ -147,7 +147,7 @@ class PipelineModule(nn.Module):
         """Build the layers of pipeline rank ``stage`` under ``placement``, and drop those built
         before.
 
-        A no-op if they are the same. Collective over the world if the partition is measured.
+        A no-op if both are the same. Collective over the world if the partition is measured.
         """
         method = partition_method or self.partition_method
         if activation_checkpoint_interval is not None:
@@ -172,8 +172,8 @@ class PipelineModule(nn.Module):
         return [layer for layer in self._layers if isinstance(layer, nn.Module)]
 
     def unbuilt(self) -> PipelineModule:
-        """Return a new pipeline with the same layers and settings, and nothing built yet. Layers
-        that are modules are the same objects."""
+        """Return a new pipeline with the same layers and settings, but nothing built. Layers that
+        were passed as modules are shared, not copied."""
         return PipelineModule(
             self._layers,
             loss_fn=self.loss_fn,
@@ -189,10 +189,10 @@ class PipelineModule(nn.Module):
         )
 
     def build_whole(self) -> None:
-        """Build all layers on this rank, as a pipeline of one stage; rebuild them at each call."""
+        """Build all layers on this rank as a pipeline of one stage. Each call builds them again."""
         method = self.partition_method
         self._forget()
-        # there is one part, and nothing to measure
+        # uniform: with a single part there is nothing to measure
         self.build(ChunkPlacement.loop(1), 0, partition_method="uniform")
         self.partition_method = method
 
@@ -221,7 +221,7 @@ class PipelineModule(nn.Module):
         return {name: child for name, child in self.named_children() if name not in self._built}
 
     def _refuse_parameters_outside_layers(self, placement: ChunkPlacement) -> None:
-        """Raise ConfigError if several stages hold a child with parameters that is no layer."""
+        """Raise ConfigError if several stages hold a child with parameters that is not a layer."""
         for name, child in self.children_outside_layers().items() if placement.stages > 1 else ():
             if next(child.parameters(), None) is not None:
                 raise ConfigError(
@@ -245,7 +245,7 @@ class PipelineModule(nn.Module):
         return Recompute(interval, self.activation_checkpoint_func, self.checkpointable_layers)
 
     def _stage_here(self, placement: ChunkPlacement) -> int | None:
-        """Return this process's pipeline rank; None before ``initialize`` knows it."""
+        """Return this process's pipeline rank; None before ``initialize`` sets it."""
         if placement.stages == 1:
             return 0
         rank, size = rank_and_size()
@@ -307,8 +307,8 @@ class PipelineModule(nn.Module):
 
 @contextmanager
 def pipelines_built_by(build: Callable[[PipelineModule, ChunkPlacement], None]) -> Iterator[None]:
-    """Inside, ``build`` builds a PipelineModule that names several stages when it is made: a dry
-    run has no ranks that would build their own."""
+    """Call ``build`` on each PipelineModule that is created with several stages in this context: a
+    dry run has no other ranks that could build theirs."""
     token = _BUILDER.set(build)
     try:
         yield
@@ -335,8 +335,8 @@ def _stages(number: int | None, topology: ProcessTopology | None, placement: Chu
 
 
 def _refuse_init() -> None:
-    """Raise ConfigError inside ``zero.Init``, for which all ranks build the same modules: ranks of
-    a pipeline would wait for each other forever."""
+    """Raise ConfigError inside ``zero.Init``, which requires all ranks to build the same modules:
+    ranks of a pipeline would deadlock."""
     modes = torch.overrides._get_current_function_mode_stack()
     if any(getattr(mode, "cuts_parameters", False) for mode in modes):
         raise ConfigError(
@@ -385,7 +385,7 @@ __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 class ProcessTopology:
     """A grid of ranks, row by row: the last axis changes fastest.
 
-    ``mapping`` is from coordinate (a named tuple of the axes) to rank.
+    ``mapping`` maps a coordinate (a named tuple of the axes) to its rank.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -429,7 +429,7 @@ class ProcessTopology:
         )
 
     def get_dim(self, axis: str) -> int:
-        """Return the size of an axis; 0 for one that is not there."""
+        """Return the size of an axis; 0 if the axis does not exist."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
@@ -441,8 +441,8 @@ class ProcessTopology:
         return self._places[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks that differ on this axis only, which communicate along it.
-        Empty for an axis that is not there."""
+        """Return the groups of ranks that differ only on this axis and communicate along it. Empty
+        if the axis does not exist."""
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]
@@ -470,14 +470,14 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Pipelines with data-parallel ranks as neighbours: gradients stay on a host."""
+    """Pipelines with adjacent data-parallel ranks, so that gradients stay within a host."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data"], dims=[num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipeline, data and model parallelism; the model-parallel ranks are neighbours."""
+    """Pipeline, data and model parallelism; model-parallel ranks are adjacent."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])

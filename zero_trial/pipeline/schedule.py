@@ -1,9 +1,9 @@
-"""A schedule as data: for each pipeline rank the actions that it performs in one step. Pure.
+"""A schedule as data: the actions that each pipeline rank performs in one step. Pure.
 
-An action is one thing that one rank does. Its text form is short enough to draw: ``2F0`` is chunk
+An action is a single operation of one rank. Its text form is short enough to draw: ``2F0`` is chunk
 2's forward of micro-batch 0, ``2REDUCE`` the reduction of chunk 2's gradients. A chunk is a run of
-layers; chunks are numbered through the whole model, so that chunk c feeds chunk c + 1 on whichever
-ranks the two are.
+consecutive layers. Chunks are numbered across the whole model: chunk c feeds chunk c + 1, whichever
+ranks hold them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ NONE = -1
 
 
 class ActionKind(str, Enum):
-    """What is done. A kind's value is its name in the text form."""
+    """The kind of an action. The value is the name in the text form."""
 
     F = "F"  # forward
-    B = "B"  # whole backward: I and W at once
-    I = "I"  # noqa: E741  gradient of the chunk's input, which the chunk before waits for
-    W = "W"  # gradient of the chunk's weights, needed only by the reduction
+    B = "B"  # full backward: I and W together
+    I = "I"  # noqa: E741  gradient of the chunk's input; the previous chunk waits for it
+    W = "W"  # gradient of the chunk's weights; only the reduction needs it
 
-    # A send is asynchronous; a receive is where the payload has to be there (it may be asked for
-    # earlier, in the same order).
+    # A send is asynchronous. A receive waits for the payload (which may be requested earlier, in
+    # the same order).
     SEND_F = "SEND_F"  # 1SEND_F0: the output of chunk 1, to chunk 2
     RECV_F = "RECV_F"  # 2RECV_F0: the input of chunk 2, from chunk 1
     SEND_B = "SEND_B"  # 2SEND_B0: the gradient of chunk 2's input, to chunk 1
@@ -39,11 +39,11 @@ class ActionKind(str, Enum):
 
     UNSHARD = "UNSHARD"  # gather the chunk's parameters over the shard axis
     RESHARD = "RESHARD"  # free them again
-    # 2REDUCE: all that chunk 2 has gathered up; 2REDUCE1: micro-batch 1's gradients
+    # 2REDUCE: all gradients that chunk 2 has accumulated; 2REDUCE1: those of micro-batch 1
     REDUCE = "REDUCE"
-    # 0TIED_REDUCE1: tie 1 over the ranks that hold it; 0 is the first chunk here that does
+    # 0TIED_REDUCE1: tie 1 over the ranks that hold it; 0 is the first such chunk on this rank
     TIED_REDUCE = "TIED_REDUCE"
-    STEP = "STEP"  # the optimizer's; it belongs to no chunk
+    STEP = "STEP"  # the optimizer step; belongs to no chunk
 
 
 COMPUTE = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
@@ -52,7 +52,7 @@ COMPLETES = frozenset({ActionKind.B, ActionKind.W})
 """After these, all gradients of a chunk and micro-batch are there."""
 
 
-# The other end of a message: its kind, and how many chunks further on it is.
+# The other end of a message: its kind, and the offset of its chunk.
 _OTHER_END = {
     ActionKind.SEND_F: (ActionKind.RECV_F, 1),
     ActionKind.RECV_F: (ActionKind.SEND_F, -1),
@@ -62,8 +62,8 @@ _OTHER_END = {
 
 
 class Action(NamedTuple):
-    """A kind with its chunk and, where it has one, its micro-batch (of TIED_REDUCE the tie). A
-    tuple, because simulations make and hash millions."""
+    """A kind with its chunk and, if any, its micro-batch (for TIED_REDUCE: the tie). A tuple,
+    because simulations create and hash millions of actions."""
 
     kind: ActionKind
     chunk: int = NONE
@@ -101,7 +101,7 @@ class ChunkPlacement:
 
     @classmethod
     def v(cls, stages: int) -> ChunkPlacement:
-        """Place chunks down the ranks and up again: two on each."""
+        """Place chunks down the ranks and up again: two chunks per rank."""
         return cls((*range(stages), *reversed(range(stages))))
 
     @cached_property
@@ -120,19 +120,19 @@ class ChunkPlacement:
         return len(self.ranks) - 1
 
     def of(self, rank: int) -> tuple[int, ...]:
-        """Return the chunks of a rank, in the model's order."""
+        """Return the chunks of a rank, in model order."""
         return tuple(chunk for chunk, holder in enumerate(self.ranks) if holder == rank)
 
     def sends_forward(self, chunk: int) -> bool:
-        """Return whether the chunk's output goes to another rank."""
+        """Return whether the chunk's output is sent to another rank."""
         return chunk < self.last and self.ranks[chunk] != self.ranks[chunk + 1]
 
     def sends_backward(self, chunk: int) -> bool:
-        """Return whether the gradient of the chunk's input goes to another rank."""
+        """Return whether the gradient of the chunk's input is sent to another rank."""
         return chunk > 0 and self.ranks[chunk] != self.ranks[chunk - 1]
 
     def send(self, action: Action) -> Action | None:
-        """Return the message with a computation's result, if another rank waits for it."""
+        """Return the send of a computation's result, if another rank needs the result."""
         if action.kind is ActionKind.F and self.sends_forward(action.chunk):
             return Action(ActionKind.SEND_F, *action[1:])
         if (action.kind is ActionKind.B or action.kind is ActionKind.I) and self.sends_backward(action.chunk):
@@ -140,7 +140,7 @@ class ChunkPlacement:
         return None
 
     def receive(self, action: Action) -> Action | None:
-        """Return the message that a computation needs, if another rank has what it needs."""
+        """Return the receive that a computation needs, if its input is on another rank."""
         if action.kind is ActionKind.F and self.sends_backward(action.chunk):
             return Action(ActionKind.RECV_F, *action[1:])
         if (action.kind is ActionKind.B or action.kind is ActionKind.I) and self.sends_forward(action.chunk):
@@ -154,33 +154,33 @@ Row = tuple[Action, ...]
 
 
 class ScheduleError(ConfigError):
-    """A schedule that would hang, or compute something else than the model's gradients."""
+    """A schedule that would hang, or not compute the model's gradients."""
 
 
 class ParameterLifetime(str, Enum):
-    """How long a chunk's full parameters live at ZeRO stage 3."""
+    """The lifetime of a chunk's full parameters at ZeRO stage 3."""
 
     HOLD = "hold"  # from the chunk's first use in a step to its last: 1 gather per chunk
-    # while the rank stays with the chunk: as many gathers as the schedule has runs of it
+    # for a run of consecutive actions of the chunk: 1 gather per run
     CHUNK = "chunk"
-    # for one computation: 2 gathers per chunk and micro-batch, 3 where input and weight gradients
-    # are apart
+    # for one computation: 2 gathers per chunk and micro-batch, 3 if input and weight gradients are
+    # computed separately
     FREE = "free"
 
 
 class ReductionTiming(str, Enum):
-    """When a chunk's gradients are reduced."""
+    """The time at which a chunk's gradients are reduced."""
 
-    # after its last backward: 1 reduction per chunk, the full gradients live until then
+    # after its last backward: 1 reduction per chunk; full gradients exist until then
     BOUNDARY = "boundary"
-    # after each backward: 1 reduction per chunk and micro-batch, only shards live in between
+    # after each backward: 1 reduction per chunk and micro-batch; only shards exist in between
     MICRO = "micro"
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """``rows[r]`` are rank r's actions. The other fields say what lowering has added, so that the
-    validator notices when an action is absent.
+    """``rows[r]`` are rank r's actions. The other fields record what lowering has added, so that
+    the validator can detect missing actions.
 
     ``parameters`` is None if parameters are never freed (ZeRO stages 0, 1 and 2); ``reduction``
     is None before lowering and without backwards; ``ties`` are groups of chunks that share a
@@ -202,30 +202,30 @@ class Schedule:
 
 
 def tie_holders(tie: Sequence[int], place: ChunkPlacement) -> dict[int, int]:
-    """Return the ranks that hold a tied weight, each with its first chunk that does."""
+    """Return the ranks that hold a tied weight, each with its first chunk that holds the weight."""
     return {place.ranks[chunk]: chunk for chunk in sorted(tie, reverse=True)}
 
 
-# --- the schedules by name: a generator of a rank's computations each -----------------------------
+# --- the schedules by name: each is a generator of a rank's computations --------------------------
 #
-# In their pictures, rows are ranks, columns units of time, and F0 is the forward of micro-batch 0;
-# B is a backward and takes two units, or I and W are its halves for inputs and for weights. Prices
-# are for P ranks and M micro-batches.
+# In the diagrams, rows are ranks, columns are units of time, and F0 is the forward of micro-batch
+# 0. B is a backward (two units); I and W are its halves for inputs and weights. Costs are for P
+# ranks and M micro-batches.
 
 
 def one_f_one_b(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """1F1B: after a few forwards, one backward for each further forward.
+    """1F1B: after a few warmup forwards, alternate one forward and one backward.
 
         rank 0  F0 F1 .  .  B0 -  F2 B1 -  .  B2 -
         rank 1  .  F0 B0 -  F1 B1 -  F2 B2 -  .  .
 
-    Prices, P ranks, M micro-batches: bubble (P-1)/(M+P-1), as GPipe; but rank r holds the
-    activations of min(P-r, M) micro-batches only. Narayanan et al. 2021 (PipeDream-flush);
-    DeepSpeed's TrainSchedule, which gives it max(2, min(P-r, M)) buffers.
+    Costs, P ranks, M micro-batches: bubble (P-1)/(M+P-1), like GPipe; but rank r holds the
+    activations of only min(P-r, M) micro-batches. Narayanan et al. 2021 (PipeDream-flush);
+    DeepSpeed's TrainSchedule, which allocates max(2, min(P-r, M)) buffers.
 
     Yields rank ``rank``'s computations; chunk and rank have the same number.
     """
-    ahead = min(stages - rank - 1, micro_batches)  # forwards that are under way on the ranks behind
+    ahead = min(stages - rank - 1, micro_batches)  # forwards in flight on later ranks
     for micro_batch in range(ahead):
         yield Action(ActionKind.F, rank, micro_batch)
     for micro_batch in range(micro_batches):
@@ -235,13 +235,13 @@ def one_f_one_b(rank: int, stages: int, micro_batches: int, chunks: int) -> Iter
 
 
 def interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """Interleaved 1F1B: each rank holds v chunks, so that the pipeline fills v times as fast.
+    """Interleaved 1F1B: each rank holds v chunks, so the pipeline fills v times as fast.
 
-    The micro-batches go in groups through one chunk after the other. Groups are as even as possible
-    and none is smaller than P (Megatron asks for a multiple of P instead): a smaller one would
-    leave a rank waiting for a chunk that waits for it.
+    Groups of micro-batches run through one chunk after the other. Groups are as even as possible
+    and contain at least P micro-batches (Megatron requires a multiple of P instead): with a smaller
+    group, a rank would wait for a chunk that waits for this rank.
 
-    Prices, P ranks, M >= P micro-batches, groups of g: bubble (P-1)/(vM+P-1); v times the messages
+    Costs, P ranks, M >= P micro-batches, groups of g: bubble (P-1)/(vM+P-1); v times the messages
     of 1F1B; rank r holds up to (v-1)g + 2(P-r-1) + 1 chunks' activations, each 1/v of a rank's
     layers. Narayanan et al. 2021, §2.2.
 
@@ -261,7 +261,7 @@ def interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> Iter
 
 
 def even_groups(micro_batches: int, smallest: int) -> list[range]:
-    """Divide micro-batches evenly into as many groups of at least ``smallest`` as possible."""
+    """Divide micro-batches evenly into the largest number of groups of at least ``smallest``."""
     count = max(1, micro_batches // smallest)
     size, more = divmod(micro_batches, count)
     starts = [index * size + min(index, more) for index in range(count + 1)]
@@ -269,19 +269,19 @@ def even_groups(micro_batches: int, smallest: int) -> list[range]:
 
 
 def looped_bfs(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """Looped breadth-first: each rank takes all micro-batches through one chunk before it turns to
-    its next. With one chunk per rank it is GPipe (Huang et al. 2019):
+    """Looped breadth-first: each rank runs all micro-batches through one chunk before its next
+    chunk. With one chunk per rank this is GPipe (Huang et al. 2019):
 
         rank 0  F0 F1 F2 .  .  .  B0 -  B1 -  B2 -
         rank 1  .  F0 F1 F2 B0 -  B1 -  B2 -  .  .
 
-    A chunk's parameters are needed in two runs only, one of forwards and one of backwards, and its
-    gradients are complete at the end of a run: the schedule that suits ZeRO 2 and 3.
+    A chunk's parameters are needed in only two runs, one of forwards and one of backwards, and its
+    gradients are complete at the end of a run. This suits ZeRO 2 and 3.
 
-    Prices, P ranks of v chunks, M micro-batches (M >= P if v > 1): bubble (P-1)/(vM+P-1); v times
-    the messages of 1F1B; vM chunks' activations live on every rank; 2v-1 gathers per rank with
-    ``ParameterLifetime.CHUNK`` (the last chunk's two runs meet); full gradients of one chunk at a
-    time. Lamy-Poirier 2023.
+    Costs, P ranks of v chunks, M micro-batches (M >= P if v > 1): bubble (P-1)/(vM+P-1); v times
+    the messages of 1F1B; activations of vM chunks on every rank; 2v-1 gathers per rank with
+    ``ParameterLifetime.CHUNK`` (the last chunk's two runs are adjacent); full gradients of one
+    chunk at a time. Lamy-Poirier 2023.
 
     Yields rank ``rank``'s computations on its ``chunks`` chunks rank, rank + P, rank + 2P, ...
     """
@@ -293,18 +293,18 @@ def looped_bfs(rank: int, stages: int, micro_batches: int, chunks: int) -> Itera
 
 
 def zb_h1(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """ZB-H1: 1F1B whose backward is cut in two, so that weight gradients fill what was idle.
+    """ZB-H1: 1F1B with the backward split in two, so that weight gradients fill idle time.
 
         rank 0  F0 F1 F2 .  .  I0 W0 I1 W1 I2 W2
         rank 1  .  F0 F1 .  I0 F2 I1 W0 I2 W1 W2
         rank 2  .  .  F0 I0 F1 I1 F2 I2 W0 W1 W2
 
-    Rank r puts its weight gradients off by r micro-batches: so many activations fewer than rank 0
-    does it hold for the forwards ahead.
+    Rank r delays its weight gradients by r micro-batches: its warmup forwards hold r activations
+    fewer than those of rank 0.
 
-    Prices, P ranks, M >= P micro-batches, costs F, I, W: idle (P-1)(F+I-W) per rank, a third of
-    1F1B's where the costs are alike; at most min(P, M) micro-batches' activations on every rank,
-    which is 1F1B's maximum. Qi et al. 2023, §2.2.
+    Costs, P ranks, M >= P micro-batches, times F, I, W: idle (P-1)(F+I-W) per rank, a third of
+    1F1B's if the times are equal; at most min(P, M) micro-batches' activations on every rank, the
+    maximum of 1F1B. Qi et al. 2023, §2.2.
 
     Yields rank ``rank``'s computations; chunk and rank have the same number.
     """
@@ -323,11 +323,11 @@ def zb_h1(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[A
 
 def zb_v(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
     """ZB-V: two chunks per rank, down the ranks and up again, with input and weight gradients
-    apart.
+    computed separately.
 
-    The last chunk is on rank 0, so the first gradient arrives where the first forward began, and
-    from then on a rank always has one of F, I, W of one of its chunks to do. The phases of rank r,
-    with `a` its chunk on the way down and `b` on the way up:
+    The last chunk is on rank 0, so the first gradient arrives where the first forward began. From
+    then on every rank always has an F, I or W of one of its chunks to run. The phases of rank r,
+    with chunk `a` on the way down and chunk `b` on the way up:
 
         1. 2(P-r)-1 times    Fa              fill the way down
         2. r times           Fb Fa           what comes up again
@@ -337,9 +337,9 @@ def zb_v(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Ac
         6. P-r times         Ia Wa
         7. the weight gradients that were put off
 
-    Prices, P ranks, M >= 2P micro-batches, F = I = W: makespan 6M + P - 1 chunk computations, so
+    Costs, P ranks, M >= 2P micro-batches, F = I = W: makespan 6M + P - 1 chunk computations, so
     bubble (P-1)/(6M+P-1), a sixth of 1F1B's idle time; at most 2P chunks' activations on every
-    rank, which is 1F1B's maximum; twice the messages of 1F1B, less those of the turn. Fewer
+    rank, the maximum of 1F1B; twice the messages of 1F1B, minus those at the turn. Fewer
     micro-batches run as the first M of 2P. Qi et al. 2024, "Pipeline Parallelism with Controllable
     Memory".
 
@@ -355,7 +355,7 @@ def zb_v(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Ac
 
 
 def _steps(rank: int, stages: int, micro_batches: int) -> Iterator[str]:
-    """Yield kind and chunk of each computation; its micro-batch is how often they came before."""
+    """Yield each computation's kind and chunk; its micro-batch is the number of earlier ones."""
     down = rank + 2 * (stages - rank) - 1  # forwards on the way down in phases 1 and 2
     yield from ("Fa",) * (2 * (stages - rank) - 1)
     yield from ("Fb", "Fa") * rank
@@ -371,7 +371,7 @@ def _steps(rank: int, stages: int, micro_batches: int) -> Iterator[str]:
     yield from ("Wa",) * rank
 
 
-# A recipe: a schedule's name, its generator, and where its chunks lie.
+# A recipe: a schedule's name, its generator, and its chunk placement.
 
 
 Generate = Callable[[int, int, int, int], Iterator[Action]]
@@ -380,7 +380,7 @@ Generate = Callable[[int, int, int, int], Iterator[Action]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """``chunks``: how many a rank has by default; ``fixed``: that it has no other number."""
+    """``chunks``: the default number per rank; ``fixed``: no other number is allowed."""
 
     generate: Generate
     chunks: int = 1
@@ -399,8 +399,8 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def build(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
-    """Return the schedule ``name`` as computations alone; ``chunks`` is per rank. Raises
-    ConfigError for what the recipe cannot do."""
+    """Return the computations of the schedule ``name``; ``chunks`` is per rank. Raises ConfigError
+    if the recipe does not support the arguments."""
     recipe = RECIPES.get(name)
     if recipe is None:
         raise ConfigError(

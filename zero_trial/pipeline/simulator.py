@@ -1,12 +1,11 @@
-"""The simulator: all ranks of a schedule are run through, and what would hang or compute something
-wrong is found before anything runs. Pure.
+"""The simulator: finds deadlocks and wrong computations in a schedule before it runs. Pure.
 
 A rank performs its actions in order. A send never waits. A receive waits until the message has been
-sent, and messages between two ranks arrive in the order of the sends; a reduction of tied weights
-waits for all that hold them; nothing else waits for other ranks, since reductions and gathers are
-among data-parallel ranks, which all perform the same row. Whatever order such ranks take in
-reality, they come to the same end: so one order is enough to find every deadlock (a Kahn network is
-determinate; Kahn 1974).
+sent, and messages between two ranks arrive in the order of the sends. A reduction of tied weights
+waits for all ranks that hold them. Nothing else waits for other ranks: other reductions and gathers
+run among data-parallel ranks, which all perform the same row. The result does not depend on the
+order in which ranks run, so simulating one order finds every deadlock (a Kahn network is
+deterministic; Kahn 1974).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from zero_trial.pipeline.schedule import (
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of forward, input and weight gradient, and message; the first three usually alike."""
+    """Times of forward, input and weight gradient, and message; the first three usually equal."""
 
     forward: float = 1
     input_gradient: float = 1
@@ -53,11 +52,11 @@ class Costs:
 ALIKE = Costs()
 
 
-# --- the report: time, bubble, and for each rank what lives and what moves ------------------------
+# --- the report: time, bubble, and each rank's memory and traffic ---------------------------------
 
 
 class Span(NamedTuple):
-    """One computation with its begin and end."""
+    """One computation with its start and end time."""
 
     begin: float
     end: float
@@ -66,10 +65,10 @@ class Span(NamedTuple):
 
 @dataclass
 class RankReport:
-    """One rank's counts; the peaks are largest numbers of things that exist at once.
+    """One rank's counts; a peak is the largest number that exists at the same time.
 
-    An activation is what one chunk keeps of one micro-batch from its forward until its last
-    gradient. A parameter or gradient is one chunk's full copy.
+    An activation is the memory that one chunk keeps for one micro-batch from its forward to its
+    last gradient. A parameter or gradient is one chunk's full copy.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -87,23 +86,23 @@ class RankReport:
 
 @dataclass(frozen=True)
 class SimulationReport:
-    """All ranks of a schedule that ran through."""
+    """All ranks of a completed schedule."""
 
     ranks: tuple[RankReport, ...]
 
     @property
     def makespan(self) -> float:
-        """Return the time from the first computation's begin to the last one's end."""
+        """Return the time from the start of the first computation to the end of the last."""
         return max((rank.spans[-1].end for rank in self.ranks if rank.spans), default=0)
 
     @property
     def bubble(self) -> float:
-        """Return the part of all ranks' time in which they compute nothing."""
+        """Return the fraction of all ranks' time that is idle."""
         total = self.makespan * len(self.ranks)
         return 1 - sum(rank.busy for rank in self.ranks) / total if total else 0.0
 
     def idle(self, rank: int) -> float:
-        """Return the time in which a rank computes nothing."""
+        """Return a rank's idle time."""
         return self.makespan - self.ranks[rank].busy
 
     def as_dict(self) -> dict[str, Any]:
@@ -114,11 +113,11 @@ class SimulationReport:
         return {"makespan": self.makespan, "bubble": self.bubble, "ranks": ranks}
 
 
-# --- what belongs to a rank, and what each action needs -------------------------------------------
+# --- the actions of a rank, and their dependencies ------------------------------------------------
 
 
 def _expected(schedule: Schedule, rank: int) -> Iterator[Action]:
-    """Yield what a rank must do exactly once, without gathers and frees."""
+    """Yield the actions that a rank must perform exactly once (all but gathers and frees)."""
     place = schedule.placement
     for chunk in place.of(rank):
         kinds = [ActionKind.F]
@@ -150,7 +149,7 @@ _BEFORE = {
 
 
 class _Rank:
-    """One rank: how far it is, what it has done, and what it holds."""
+    """The state of one rank: its progress, completed actions, and what it holds in memory."""
 
     def __init__(self, index: int, schedule: Schedule) -> None:
         self.index = index
@@ -160,10 +159,10 @@ class _Rank:
         self.clock = 0.0
         self.report = RankReport()
         self.expected = set(_expected(schedule, index))
-        self.done: dict[Action, float] = {}  # with the time at which the result is there
+        self.done: dict[Action, float] = {}  # with the time at which the result is ready
         self.live: set[tuple[int, int]] = set()  # chunk and micro-batch
         self.open: set[int] = set()
-        self.full: dict[int, int] = {}  # chunk -> micro-batches whose gradients are complete and not reduced
+        self.full: dict[int, int] = {}  # chunk -> number of micro-batches with complete, unreduced gradients
 
     def fault(self, what: str, expected: object = None) -> ScheduleError:
         action = self.row[self.at] if self.at < len(self.row) else "the end"
@@ -172,7 +171,7 @@ class _Rank:
         )
 
     def needs(self, action: Action) -> list[Action]:
-        """Return what this rank must have done before ``action``."""
+        """Return the actions of this rank that must precede ``action``."""
         kind, chunk, number = action
         place = self.schedule.placement
         if kind in (ActionKind.F, ActionKind.B, ActionKind.I):
@@ -245,7 +244,7 @@ class _Rank:
             raise self.fault("the step is the last action")
 
     def finish(self) -> None:
-        """Check what must be true of a rank that has performed its row."""
+        """Check the final state of a rank that has performed its row."""
         if missing := self.expected - self.done.keys():
             raise self.fault("an action is missing", expected=min(missing))
         if self.open:
@@ -256,12 +255,12 @@ class _Rank:
 
 
 def validate(schedule: Schedule, costs: Costs = ALIKE) -> SimulationReport:
-    """Simulate the lowered schedule and return its costs. Raises ScheduleError, naming rank, place
+    """Simulate the lowered schedule and return its costs. Raises ScheduleError, with rank, position
     and action, if
 
-    - a rank waits forever, or a message is overtaken by another;
-    - an action is missing, comes twice, does not belong to the rank, or comes before what it needs:
-      its input, its output's gradient, its parameters, complete gradients.
+    - a rank deadlocks, or a message overtakes another;
+    - an action is missing, is repeated, does not belong to the rank, or precedes what it depends
+      on: its input, its output's gradient, its parameters, or complete gradients.
     """
     place, by_kind = schedule.placement, costs.by_kind()
     ranks = [_Rank(index, schedule) for index in range(schedule.stages)]
@@ -270,7 +269,7 @@ def validate(schedule: Schedule, costs: Costs = ALIKE) -> SimulationReport:
     arrived: list[set[int]] = [set() for _ in schedule.ties]
 
     def step(rank: _Rank, action: Action) -> bool:
-        """Perform an action, unless it has to wait."""
+        """Perform an action unless it must wait."""
         kind, _, number = action
         if kind in RECEIVES:
             source = place.ranks[action.other_end.chunk]
@@ -312,12 +311,12 @@ def validate(schedule: Schedule, costs: Costs = ALIKE) -> SimulationReport:
 #     rank 0  F0 F1 .  .  B0 -  F2 B1 -  .  B2 -
 #     rank 1  .  F0 B0 -  F1 B1 -  F2 B2 -  .  .
 #
-# ``.`` is idle, ``-`` is the rest of an action that takes longer than one unit. With several chunks
-# per rank an action has its chunk before it: ``2F0``.
+# ``.`` is idle, ``-`` continues an action that is longer than one unit. With several chunks per
+# rank an action is prefixed with its chunk: ``2F0``.
 
 
 def grid(report: SimulationReport) -> str:
-    """Return the picture of a report whose costs were whole numbers; others raise ConfigError."""
+    """Draw a report. Raises ConfigError if its costs are not whole numbers."""
     chunks = any(len({span.action.chunk for span in rank.spans}) > 1 for rank in report.ranks)
     rows = [_cells(rank, int(report.makespan), chunks) for rank in report.ranks]
     width = max((len(cell) for row in rows for cell in row), default=1)
@@ -329,7 +328,7 @@ def grid(report: SimulationReport) -> str:
 
 
 def rows_as_text(schedule: Schedule) -> str:
-    """Return every action of every rank, messages and sharding as well, in the order of the row."""
+    """Return every action of every rank, including messages and sharding, in row order."""
     return "\n".join(f"rank {index}  {' '.join(map(str, row))}" for index, row in enumerate(schedule.rows))
 
 

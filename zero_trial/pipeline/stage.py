@@ -1,8 +1,7 @@
-"""Forwards and backwards of one pipeline rank's chunks, by micro-batch, without messages and
-sharding.
+"""Forwards and backwards of one pipeline rank's chunks, by micro-batch; no messages or sharding.
 
-A stage boundary is where received tensors enter a chunk's graph, and where their gradients come out
-of it again. Between boundary and outputs a backward runs whole or in two halves.
+At a stage boundary, received tensors enter a chunk's graph and their gradients leave it. Between
+the boundary and the outputs, a backward runs as a whole or in two halves.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from zero_trial.pipeline.channel import Payload
 
 
 class StageBoundary:
-    """The inputs of one chunk and micro-batch. :meth:`open` lets them in; ``gradients`` is filled
-    by the backward pass.
+    """The inputs of one chunk and micro-batch. :meth:`open` adds them to the graph; the backward
+    pass fills ``gradients``.
 
-    What comes out of :meth:`open` is neither a leaf nor a view, so the first layer may work in
-    place, and nothing is copied.
+    Tensors from :meth:`open` are neither leaves nor views, so the first layer may change them in
+    place, without a copy.
     """
 
     def __init__(self, payload: Payload, anchor: torch.Tensor) -> None:
@@ -35,7 +34,7 @@ class StageBoundary:
         self._payload: Payload | None = payload
 
     def open(self) -> Any:
-        """Return the value, its tensors joined to the graph if gradients are wanted; only once."""
+        """Return the value; add its tensors to the graph if they need gradients. Call once."""
         payload, self._payload = self._payload, None
         if payload is None:
             return None
@@ -48,14 +47,14 @@ class StageBoundary:
         return tree_map_only(torch.Tensor, lambda tensor: by_id.get(id(tensor), tensor), payload.value)
 
     def take(self) -> list[torch.Tensor | None]:
-        """Return the gradients, in the order of the tensors that wanted one. Can be called once."""
+        """Return the gradients, in the order of the tensors that need them. Call once."""
         found, self.gradients = list(self.gradients), ()
         return found
 
 
 class _Join(torch.autograd.Function):
-    """Makes the tensors outputs of a node whose backward hands their gradients to the boundary. The
-    anchor only makes it part of a graph."""
+    """Makes the tensors outputs of a node whose backward stores their gradients in the boundary.
+    The anchor is needed only to make the node part of a graph."""
 
     @staticmethod
     def forward(
@@ -73,28 +72,28 @@ class _Join(torch.autograd.Function):
 
 # --- a backward in two halves ---------------------------------------------------------------------
 #
-# First comes the gradient of a chunk's inputs, which another rank waits for; later those of its
-# weights.
+# The first half computes the gradients of a chunk's inputs, which another rank waits for; the
+# second half, later, those of its weights.
 #
 #     nodes that lead to the inputs   out ── Mul ── Addmm ── Gelu ── Addmm ── boundary  (Backward)
 #     weights hang off them                          │ │              │ │
 #                                                 weight bias      weight bias
 #
-# The first half runs the upper line; autograd skips what only weights need. Each node with weights
-# keeps the gradient that came to it. The second half runs every such node once more, from that
-# gradient and down to its weights only. A weight that hangs off several nodes (a shared one) is
-# done in the first half: from one node the other would be met again, and counted twice.
+# The first half runs the upper line; autograd skips branches that only weights need. Each node with
+# weights stores its incoming gradient. The second half runs every such node again, from this
+# gradient down to its weights only. The first half computes a weight that several nodes use (a
+# shared weight): the second half would reach one node from the other and count it twice.
 #
-# Price: the gradients that came to such nodes, and all that the forward saved, live until the
-# second half. As zero-bubble schedules assume it (Qi et al. 2023), matrix products are computed
-# once; what leads from a node to a weight without touching inputs is computed in the second half.
+# Cost: the incoming gradients of such nodes, and all tensors that the forward saved, stay in memory
+# until the second half. Matrix products are computed once, as zero-bubble schedules assume (Qi et
+# al. 2023); the second half computes paths from a node to a weight that involve no inputs.
 
 Gradients = Sequence[torch.Tensor | None]
 
 
 @dataclass
 class _Place:
-    """A node with weights of its own, and the gradients of its outputs once they are known."""
+    """A node that weights are attached to, and the gradients of its outputs once they are known."""
 
     node: Node
     weights: list[torch.Tensor]
@@ -120,7 +119,7 @@ class SplitBackward:
                 handle.remove()
 
     def weights(self) -> None:
-        """Run the second half, once; afterwards nothing of the graph is kept."""
+        """Run the second half, then release the graph. Call once."""
         self._outputs = []
         while self._places:
             place = self._places.pop()
@@ -134,10 +133,10 @@ class SplitBackward:
 
 
 def split_graph(outputs: Iterable[torch.Tensor], boundary: Node) -> tuple[list[_Place], list[torch.Tensor]]:
-    """Return the nodes with weights, and the weights that must be done together with the inputs.
-    Visits every node of the graph once or twice."""
+    """Return the nodes with weights, and the weights that the first half must compute. Visits every
+    node of the graph once or twice."""
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    before: dict[Node, list[Node]] = defaultdict(list)  # node -> those that lead to it
+    before: dict[Node, list[Node]] = defaultdict(list)  # node -> its predecessors
     seen = set(roots)
     stack = list(roots)
     while stack:
@@ -149,7 +148,7 @@ def split_graph(outputs: Iterable[torch.Tensor], boundary: Node) -> tuple[list[_
                     seen.add(following)
                     stack.append(following)
     path = _all_before(boundary, before) if boundary in seen else set()
-    # leaf -> the nodes of the path that it hangs off
+    # leaf -> the nodes of the path that use it
     holders: dict[Any, list[Node]] = defaultdict(list)
     for node in path - {boundary}:
         for leaf in _leaves_off(node, path):
@@ -172,7 +171,7 @@ def _all_before(boundary: Node, before: dict[Node, list[Node]]) -> set[Node]:
 
 
 def _leaves_off(node: Node, path: set[Node]) -> set[Node]:
-    """Return the leaves that are reached from ``node`` without another node of the path."""
+    """Return the leaves reachable from ``node`` without passing another node of the path."""
     leaves: set[Node] = set()
     visited: set[Node] = set()
     stack = [node]
@@ -202,20 +201,20 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 @dataclass
 class _Live:
-    """What backward needs of a forward: where inputs came in, and the outputs."""
+    """The part of a forward that backward needs: the boundary of the inputs, and the outputs."""
 
     boundary: StageBoundary
     outputs: list[torch.Tensor]
-    gradients: Gradients = ()  # given with the first half of a split backward
+    gradients: Gradients = ()  # set by the first half of a split backward
     split: SplitBackward | None = None
 
 
 @dataclass
 class Stage:
-    """Forwards and backwards of the chunks of one rank. ``splits`` are the chunks whose backward
-    can be cut in two.
+    """Forwards and backwards of the chunks of one rank. ``splits``: the chunks whose backward can
+    be split.
 
-    ``peak`` is the most activations (one chunk, one micro-batch) that lived at once.
+    ``peak``: the largest number of activations (of one chunk and micro-batch) in memory at once.
     """
 
     run: Run
@@ -237,18 +236,18 @@ class Stage:
             return self.run(chunk, micro_batch, payload.value)
 
     def keep(self, chunk: int, micro_batch: int, outputs: Sequence[torch.Tensor]) -> None:
-        """Keep the tensors that gradients will come back to, in the order of those gradients."""
+        """Store the output tensors that will receive gradients, in the order of those gradients."""
         self._live[chunk, micro_batch].outputs = list(outputs)
 
     def backward(self, chunk: int, micro_batch: int, gradients: Gradients) -> list[torch.Tensor | None]:
-        """Run the whole backward; return the inputs' gradients. Hooks take the weights'."""
+        """Run the whole backward; return the inputs' gradients. Hooks process weight gradients."""
         live = self._live.pop((chunk, micro_batch))
         _run_backward(live.outputs, gradients)
         return live.boundary.take()
 
     def backward_inputs(self, chunk: int, micro_batch: int, gradients: Gradients) -> list[torch.Tensor | None]:
-        """Return the gradients of the inputs only. Without inputs that want one, nothing is
-        computed; a chunk that cannot be split computes all."""
+        """Compute and return only the gradients of the inputs. If no input needs a gradient,
+        compute nothing; if the chunk cannot be split, compute all gradients."""
         live = self._live[chunk, micro_batch]
         if live.boundary.node is None:
             live.gradients = tuple(gradients)
@@ -271,7 +270,7 @@ class Stage:
             _run_backward(live.outputs, live.gradients)
 
     def forget(self) -> None:
-        """Drop all graphs, after a step that failed."""
+        """Drop all graphs after a failed step."""
         self._live.clear()
 
 

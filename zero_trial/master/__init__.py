@@ -1,2 +1,2 @@
-"""A Determined master for one machine: it answers Determined's ``det`` command and
-harness, on loopback, from one SQLite file."""
+"""A Determined master for one machine: it serves Determined's ``det`` command and harness on
+loopback, and stores its state in one SQLite file."""

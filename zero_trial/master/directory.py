@@ -1,5 +1,5 @@
-"""The master's directory: the paths in it, its lock (one master at most works in it), and how to
-reach the master. Only its owner can read it."""
+"""The master's directory: its paths, its lock (at most one master uses the directory), and the
+master's address. Only the owner of the directory can read it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zero_trial.util.files import write_atomic
 
 
 class MasterDirectory:
-    """Names the paths below one root, mode 0700, and holds its lock."""
+    """Provides the paths below one root directory (mode 0700), and holds its lock."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
@@ -38,7 +38,7 @@ class MasterDirectory:
 
     @property
     def account(self) -> Path:
-        """Return the file with name, password and token of the local user, mode 0600."""
+        """Return the file with the name, password and token of the local user, mode 0600."""
         return self.root / "user.json"
 
     @property
@@ -55,7 +55,7 @@ class MasterDirectory:
         return self.root / "allocations"
 
     def allocation(self, allocation_id: str) -> Path:
-        """Return the folder of one run: its lease, its exit record, its working directory."""
+        """Return the folder of one run, with its lease, exit record and working directory."""
         return self.allocations / allocation_id
 
     def trial_logs(self, trial_id: int) -> Path:
@@ -64,9 +64,9 @@ class MasterDirectory:
 
     def lock(self, seconds: float = 0.0) -> bool:
         """Become the only master of this directory until this process ends; return False if there
-        is another.
+        is another master.
 
-        Waits up to ``seconds``, because `locked` holds the lock for a moment.
+        Waits up to ``seconds``, because `locked` briefly holds the lock.
         """
         handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         until = time.monotonic() + seconds
@@ -83,7 +83,7 @@ class MasterDirectory:
                 return True
 
     def locked(self) -> bool:
-        """Return whether a master works here now."""
+        """Return whether a master is using this directory now."""
         if not self.root.is_dir():
             return False
         if self.lock():
@@ -98,12 +98,12 @@ class MasterDirectory:
             self._lock = None
 
     def write_state(self, state: Mapping[str, Any]) -> None:
-        """Record how the master is reached: pid, start, port, url, ready."""
+        """Record how to reach the master: pid, start, port, url, ready."""
         path = self.root / "master.json"
         write_atomic(path, json.dumps(state), durable=False, private=True)
 
     def state(self) -> dict[str, Any]:
-        """Read what the last master here recorded; empty if there was none."""
+        """Read the state that the last master recorded here; empty if there was none."""
         path = self.root / "master.json"
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))

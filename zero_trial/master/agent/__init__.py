@@ -1,1 +1,1 @@
-"""What runs trials on this machine: processes, their environment, ports, slots and logs."""
+"""Runs trials on this machine or a cluster: processes, environment, ports, slots and logs."""

@@ -1,5 +1,5 @@
-"""This machine as an engine: a job is a process in a session of its own, which supervises the
-trial, outlives the master and leaves no process behind."""
+"""This machine as an engine: a job is a process in its own session that supervises the trial,
+outlives the master and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ THIS_MACHINE = "this-machine"  # the name of the only node
 
 
 class ThisMachine:
-    """Starts and ends jobs as processes of this machine, which carry the job's name as a mark.
+    """Starts and ends jobs as processes of this machine, marked with the job's name.
 
-    A process that has begun is known by its lease, also to the next master.
+    The lease identifies a started process, also for the next master.
     """
 
     name, seconds, remote = "", 0.1, False
@@ -31,7 +31,7 @@ class ThisMachine:
         self._directory = directory
         self._devices = devices
         self._host_env = host_env
-        self._children: dict[str, subprocess.Popen[bytes]] = {}  # of this process
+        self._children: dict[str, subprocess.Popen[bytes]] = {}  # started by this process
         self._canceled: set[str] = set()
 
     def nodes(self) -> list[Node]:
@@ -42,10 +42,10 @@ class ThisMachine:
         return (POOL,)
 
     def check(self, config: Mapping[str, Any]) -> None:
-        """Refuse nothing."""
+        """Accept every experiment."""
 
     def submit(self, job: ClusterJob) -> None:
-        storage.make_scratch(self._node(job.name), self._host_env)  # on a full disk the job waits
+        storage.make_scratch(self._node(job.name), self._host_env)  # if the disk is full, the job waits
         mine = {MARK: job.name, "CUDA_VISIBLE_DEVICES": self._devices.visible(job.numbers), "SLURM_CPUS_PER_TASK": ""}
         with (job.folder / "job.out").open("ab") as output:
             self._children[job.name] = subprocess.Popen(
@@ -59,7 +59,7 @@ class ThisMachine:
             )
 
     def cancel(self, name: str, *, force: bool = False) -> None:
-        """End a job. One that has not begun is ended at once."""
+        """End a job. A job that has not started is killed immediately."""
         self._canceled.add(name)
         owner = resources.lease_owner(self._node(name))
         if owner is None or force:
@@ -72,15 +72,15 @@ class ThisMachine:
         return {name: status for name, status in found.items() if status is not None}
 
     def close(self) -> None:
-        """Do nothing: jobs go on."""
+        """Do nothing: jobs keep running."""
 
     def _node(self, name: str) -> Path:
         return self._directory.allocation(name) / "node-0"
 
     def _status(self, name: str) -> JobStatus | None:
-        """Return how a job goes. Nothing is left of one that has ended."""
+        """Return a job's status; remove leftover processes and files of a job that has ended."""
         child, folder = self._children.get(name), self._node(name)
-        code = None if child is None else child.poll()  # collects it
+        code = None if child is None else child.poll()  # reaps the child
         owner = resources.lease_owner(folder)
         runs = owner.alive if owner is not None else child is not None and code is None
         if runs or (owner is None and child is None and process_tree.marked(MARK, name)):
@@ -88,7 +88,7 @@ class ThisMachine:
         if owner is None and child is None:
             return None
         process_tree.sweep(MARK, name)
-        storage.remove_scratch(folder, name)  # a killed supervisor could not
+        storage.remove_scratch(folder, name)  # a killed supervisor could not remove it
         if owner is not None and owner.before_boot and resources.exit_of(folder) is None:
             return JobStatus(end=JobEnd.NODE_LOST, why="the machine was restarted")
         why = "" if code is None or owner is not None else f"exit code {code}"

@@ -1,13 +1,13 @@
-"""Trials as jobs of an engine: this machine (`agent`), or several under a scheduler that already
-exists (`slurm`, `ray`).
+"""Trials as jobs of an engine: this machine (`agent`), or several machines under an existing
+scheduler (`slurm`, `ray`).
 
-The master decides what starts next, from its own queue and the slots that the engine has. The
-engine decides where: an allocation is a job of so many nodes with so many slots each, and the nodes
-are known when it runs. On each node, ``agent.node`` runs the trial as a container of Determined
-would; what it writes (its exit, its log) is in the master's folder, which all nodes must see.
+The master decides what starts next, from its own queue and the engine's slots. The engine decides
+where: an allocation is a job of N nodes with M slots each, and the nodes are known once the job
+runs. On each node, ``agent.node`` runs the trial as a Determined container would. It writes its
+exit record and its log to the master's folder, which all nodes must share.
 
-Jobs carry the id of their allocation as a name, so that a master that is started again finds them.
-Every step can be repeated after a restart of the master.
+Jobs are named by the id of their allocation, so that a restarted master finds them. Every step can
+be repeated after a restart of the master.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from zero_trial.master.agent.resources import (
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.util.files import write_atomic
 
-SUBMITTED = "submitted.json"  # in the folder of an allocation that the engine has as a job
+SUBMITTED = "submitted.json"  # in the folder of an allocation that was submitted to the engine
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL of a trial's processes
-_NODES_SECONDS = 3.0  # between two looks at the machines
-_UNLISTED_SECONDS = 10.0  # until the engine lists a new job
-_LAG_SECONDS = 70.0  # until a file that a node has written is seen here: acdirmax of nfs(5) is 60
-_PEERS_SECONDS = 5.0  # that the other nodes get to end after one has failed
-_STUCK_SECONDS = 15.0  # after the grace, until a job that does not end is ended by force
-_LONGEST = 400  # characters of what a job has printed before its trial began
+_NODES_SECONDS = 3.0  # between two polls of the machines
+_UNLISTED_SECONDS = 10.0  # maximum delay until the engine lists a new job
+_LAG_SECONDS = 70.0  # maximum delay until a file written by a node is visible here: acdirmax of nfs(5) is 60
+_PEERS_SECONDS = 5.0  # how long the other nodes may keep running after one node has failed
+_STUCK_SECONDS = 15.0  # after the grace period, until a job that does not end is killed
+_LONGEST = 400  # maximum characters of job output to report if the trial did not start
 ORDER = "order.json"
-ERROR = "error   "  # begins a line in which a node says why it cannot begin
+ERROR = "error   "  # prefix of the line in which a node reports why it cannot start
 
 
 class JobEnd(Enum):
-    """Why a job has ended, as its engine sees it."""
+    """Why a job has ended, according to its engine."""
 
     DONE = "done"
     FAILED = "failed"
@@ -68,16 +68,16 @@ class JobEnd(Enum):
 
 @dataclass(frozen=True)
 class JobStatus:
-    """A job as its engine sees it: it waits without nodes, runs on them, or has ended."""
+    """A job's state according to its engine: waiting (no nodes), running on ``nodes``, or ended."""
 
-    nodes: tuple[str, ...] = ()  # in the order of their ranks
+    nodes: tuple[str, ...] = ()  # in rank order
     end: JobEnd | None = None
     why: str = ""
 
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """What an engine starts: ``nodes`` times `command`, with ``slots`` slots on each."""
+    """A job for an engine: `command` on each of ``nodes`` nodes, with ``slots`` slots per node."""
 
     name: str
     folder: Path
@@ -85,15 +85,15 @@ class ClusterJob:
     slots: int
     kind: str
     pool: str
-    avoid: tuple[str, ...] = ()  # names of machines
+    avoid: tuple[str, ...] = ()  # names of machines to exclude
     options: Mapping[str, Any] = field(default_factory=dict)  # the experiment's section of this engine
     python: str = sys.executable
-    cpus: int = 1  # of a slot; 0: unknown
-    numbers: tuple[int, ...] = ()  # of the slots that the master has assigned
+    cpus: int = 1  # per slot; 0: unknown
+    numbers: tuple[int, ...] = ()  # the slots that the master has assigned
 
     @property
     def command(self) -> list[str]:
-        """Return what runs on each node; the rank and the name of the node follow."""
+        """Return the command for each node; the engine appends the rank and the node's name."""
         return [self.python, "-m", "zero_trial.master.agent.node", str(self.folder)]
 
     @property
@@ -105,42 +105,42 @@ class ClusterEngine(Protocol):
     """Machines under one scheduler. Methods raise ZeroTrialError if it does not answer."""
 
     name: str
-    seconds: float  # between two looks at its jobs
-    remote: bool  # it chooses among other machines, which see the master's folder a little later
+    seconds: float  # between two polls of its jobs
+    remote: bool  # whether it runs jobs on other machines, which see the master's folder with a delay
 
     def nodes(self) -> list[Node]:
-        """List the machines that can run trials, with the name of the pools of each."""
+        """List the machines that can run trials, with the pool names of each machine."""
 
     def pools(self) -> tuple[str, ...]:
-        """List the pools, the default first."""
+        """List the pools, the default pool first."""
 
     def check(self, config: Mapping[str, Any]) -> None:
-        """Raise ConfigError for an experiment that asks this engine for what it cannot do."""
+        """Raise ConfigError if an experiment uses a feature that this engine does not support."""
 
     def submit(self, job: ClusterJob) -> None:
-        """Start a job, once there is room for it."""
+        """Queue a job; it starts once there is room."""
 
     def cancel(self, name: str, *, force: bool = False) -> None:
-        """End a job: its processes get SIGTERM and, with ``force`` or after a while, SIGKILL."""
+        """End a job: send SIGTERM and, with ``force`` or after a while, SIGKILL."""
 
     def statuses(self, names: Collection[str]) -> Mapping[str, JobStatus]:
-        """Return the state of these jobs; those that it does not know are missing."""
+        """Return the state of these jobs; jobs that the engine does not know are omitted."""
 
     def close(self) -> None:
-        """Release what this process holds; jobs go on."""
+        """Release the resources of this process; jobs keep running."""
 
 
 def outcome(exits: Sequence[Exit | None], status: JobStatus, now: float, *, adopted: bool = False) -> Exit:
     """Return how an allocation ended.
 
-    A run whose nodes have all ended well has ended well, whatever became of them later. One that
-    the engine or its machine has ended goes on from its last checkpoint and counts no restart. A
-    lost machine explains the failures of its peers; otherwise the node that failed first does.
+    If all nodes exited successfully, the run succeeded, whatever happened later. A run that the
+    engine or its machine ended resumes from its last checkpoint without counting a restart. If a
+    machine was lost, report that instead of its peers' failures; else the node that failed first.
 
     Args:
-        exits: what each node has recorded; None: nothing.
+        exits: the exit record of each node; None: no record.
         adopted: the job may have ended while no master ran. Engines forget such jobs (Slurm after
-            ``MinJobAge``), so one that is unknown may have been canceled, preempted or lost.
+            ``MinJobAge``), so an unknown job may have been canceled, preempted or lost.
     """
     if not exits:
         return never_begun()
@@ -173,21 +173,21 @@ def _because(status: JobStatus) -> str:
 
 @dataclass
 class _Watched:
-    """An allocation whose end the manager waits for."""
+    """An allocation that the manager watches until it ends."""
 
     nodes: int
     since: float  # submitted or adopted, monotonic
     adopted: bool = False
     started: bool = False
-    waits: str = ""  # why, as was reported
-    failed_at: float | None = None  # a node has failed while others run
-    ended_at: float | None = None  # the engine has said so first
+    waits: str = ""  # the reported reason why it waits
+    failed_at: float | None = None  # when a node failed while others kept running
+    ended_at: float | None = None  # when the engine first reported the end
     kill_after: float | None = None
     matches_read: dict[Path, int] = field(default_factory=dict)  # bytes
 
 
 class ClusterManager:
-    """Starts and ends allocations as jobs of an engine, watches them and calls back."""
+    """Starts and ends allocations as jobs of an engine, watches them and reports their progress."""
 
     def __init__(
         self,
@@ -213,15 +213,15 @@ class ClusterManager:
         self._pools = engine.pools()
 
     def nodes(self) -> tuple[Node, ...]:
-        """List the machines that are known now."""
+        """List the machines that are currently known."""
         return self._nodes
 
     def pools(self) -> tuple[str, ...]:
-        """List the resource pools, the default first."""
+        """List the resource pools, the default pool first."""
         return self._pools
 
     def check(self, config: Mapping[str, Any]) -> None:
-        """Raise ConfigError for an experiment that asks for what cannot be done here."""
+        """Raise ConfigError if an experiment uses a feature that is not supported here."""
         actions = [policy.action for policy in logs.policies_of(config)]
         if self._engine.remote and logs.EXCLUDE_NODE in actions:
             raise ConfigError(
@@ -236,15 +236,15 @@ class ClusterManager:
         self._orders.begin(lambda: self._look_at_all(reports), self._engine.seconds, reports.on_waiting)
 
     def start(self, order: StartOrder) -> None:
-        """Start an allocation, later. Nothing happens if an earlier master has started it."""
+        """Queue the start of an allocation. No effect if an earlier master started it."""
         self._orders.put(order.allocation.id, lambda: self._start(order), begins=True)
 
     def kill(self, allocation_id: str) -> None:
-        """End all processes of an allocation, later."""
+        """Queue the end of all processes of an allocation."""
         self._orders.put(allocation_id, lambda: self._kill(allocation_id))
 
     def adopt(self, allocation_id: str) -> bool:
-        """Watch an allocation if an earlier master has started it; return whether it has."""
+        """Watch an allocation if an earlier master started it; return whether it did."""
         folder = self._directory.allocation(allocation_id)
         if not (folder / SUBMITTED).exists() and not resources.lease_exists(folder):
             return False
@@ -252,7 +252,7 @@ class ClusterManager:
         return True
 
     def close(self) -> None:
-        """Stop watching; what runs goes on."""
+        """Stop watching; running jobs continue."""
         self._orders.close()
         self._engine.close()
 
@@ -261,7 +261,7 @@ class ClusterManager:
     def _start(self, order: StartOrder) -> None:
         name = order.allocation.id
         folder = self._directory.allocation(name)
-        # a lease: it was killed before it began
+        # a lease without a submission means that the allocation was killed before it started
         if not resources.lease_exists(folder) and not (folder / SUBMITTED).exists():
             try:
                 self._submit(order, folder)
@@ -272,13 +272,13 @@ class ClusterManager:
         self._watch_from_now(name)
 
     def _submit(self, order: StartOrder, folder: Path) -> None:
-        """Write what the nodes read, and give the job to the engine unless it has it already."""
+        """Write the files that the nodes read; submit the job unless the engine knows it."""
         taken = [node for node in self._nodes if any(slot in node.numbers for slot in order.allocation.slots)]
         kind = taken[0].kind if taken else "cpu"
         each = len(order.allocation.slots) // order.nodes
         pool = str((order.config.get("resources") or {}).get("resource_pool") or self._pools[0])
         there = [node.cpus for node in self._nodes if node.kind == kind and pool in node.pools]
-        cpus = min(there, default=1)  # the engine chooses the nodes
+        cpus = min(there, default=1)  # the engine chooses the nodes, so assume the smallest
         for rank in range(order.nodes):
             root = folder / f"node-{rank}" / "root"
             for path in (root / "run/determined/info", root / "run/determined/train/logs"):
@@ -313,7 +313,7 @@ class ClusterManager:
 
     def _kill(self, name: str) -> None:
         folder = self._directory.allocation(name)
-        if not (folder / SUBMITTED).exists():  # it has not begun, and now never will
+        if not (folder / SUBMITTED).exists():  # it has not started, and the void lease prevents a later start
             resources.forbid(folder, never_begun())
             self._watch_from_now(name)
             return
@@ -329,7 +329,7 @@ class ClusterManager:
             nodes = len(list(folder.glob("node-*"))) if (folder / SUBMITTED).exists() else 0
             self._watched.setdefault(name, _Watched(nodes, time.monotonic(), adopted))
 
-    # -- the watch
+    # -- polling
 
     def _look_at_all(self, reports: Reports) -> None:
         if self._engine.remote and time.monotonic() >= self._look_at_nodes_at:
@@ -341,7 +341,7 @@ class ClusterManager:
         for name, entry in watched.items():
             status = statuses.get(name)
             if status is None and entry.nodes and time.monotonic() - entry.since < _UNLISTED_SECONDS:
-                continue  # the engine may not list it yet
+                continue  # the engine may not list the job yet
             status = status or JobStatus(end=JobEnd.UNKNOWN)
             self._orders.guarded(f"allocation {name}", self._look, name, entry, status, reports)
 
@@ -377,29 +377,29 @@ class ClusterManager:
             matches, end = logs.read_matches(node, entry.matches_read.get(node, 0))
             for match in matches:
                 reports.on_matched(name, match)
-            entry.matches_read[node] = end  # if a report fails the next look repeats it
+            entry.matches_read[node] = end  # if a report raises, the next poll repeats it
         if ended is None:
             return
-        reports.on_exited(name, ended)  # if this fails the next look repeats it
-        self._engine.cancel(name, force=True)  # releases what is left of it
+        reports.on_exited(name, ended)  # if this raises, the next poll repeats it
+        self._engine.cancel(name, force=True)  # releases remaining resources
         with self._lock:
             self._watched.pop(name, None)
-        (folder / ORDER).unlink(missing_ok=True)  # it has a token
+        (folder / ORDER).unlink(missing_ok=True)  # it contains a token
         for node in nodes:
             for path in (node / "work", node / "root"):  # copies of the context
                 shutil.rmtree(path, ignore_errors=True)
 
     def _ended(self, folder: Path, entry: _Watched, status: JobStatus, nodes: Sequence[Path]) -> Exit | None:
-        """Return how a job has ended; None while it runs, or a record of its end may still come."""
+        """Return how a job has ended; None while it runs or an exit record may still arrive."""
         now = time.monotonic()
         exits = [resources.exit_of(node) for node in nodes]
         if status.end is None:
             if entry.failed_at is None and any(one is not None and one.code and not one.killed for one in exits):
                 entry.failed_at = now
-            entry.ended_at = None  # the engine knows it again
+            entry.ended_at = None  # the engine lists the job again
             return None
         entry.ended_at = entry.ended_at or now
-        # a job that the engine does not know may yet begin
+        # a job that the engine does not know may still start
         known = status.end is not JobEnd.UNKNOWN
         settled = [one is not None or (known and _cannot_begin(node)) for one, node in zip(exits, nodes, strict=True)]
         recorded = all(settled) or status.end in (JobEnd.NODE_LOST, JobEnd.PREEMPTED) or not self._engine.remote
@@ -414,19 +414,19 @@ class ClusterManager:
 
 
 def _cannot_begin(node: Path) -> bool:
-    """Return whether the part of an ended job on one node can no longer begin."""
+    """Return whether an ended job's part on one node can no longer start."""
     try:
         return resources.never_begins(node)
-    except OSError:  # a full disk: the engine does not start it again
+    except OSError:  # a full disk; no lease is needed, because the engine does not start an ended job again
         return True
 
 
 def steps(has_hook: bool, *, rendezvous: bool = True) -> list[str]:
-    """Return the command of a trial: what a container of Determined does, as one shell.
+    """Return the command of a trial: the steps of a Determined container, as one shell.
 
-    It gets the context directory, runs the user's hook, waits for the other containers and
-    launches. Without a hook the two preparations are one process, which saves a second. Without
-    ``rendezvous`` the containers have met before.
+    It downloads the context directory, runs the user's hook, waits for the other containers and
+    launches. Without a hook, the two preparations share one process, which saves a second. Without
+    ``rendezvous``, the containers have already met.
     """
     prepare = "python3 -m zero_trial.trial.runtime.determined prepare"
     first, meet = f"{prepare} --download_context_directory --resources --proxy", ""
@@ -440,7 +440,7 @@ def steps(has_hook: bool, *, rendezvous: bool = True) -> list[str]:
 
 
 def refuse(directory: MasterDirectory, order: StartOrder, error: Exception) -> None:
-    """Record that an allocation cannot be started, in the log of its trial and as its end."""
+    """Record that an allocation cannot be started, in its trial's log and as its exit."""
     run = order.allocation
     path = logs.path_of(directory.trial_logs(run.trial_id), run.run_id)
     foreseen = isinstance(error, (ZeroTrialError, OSError, ValueError))
@@ -451,10 +451,10 @@ def refuse(directory: MasterDirectory, order: StartOrder, error: Exception) -> N
 
 
 def why_not_begun(folder: Path, status: JobStatus) -> str:
-    """Return why a job has failed before the trial began, from what it has printed: the line of a
-    node that knows, or the last lines.
+    """Return why a job failed before the trial started, from the job's output: a node's error line
+    if there is one, else the last lines.
 
-    Where it was placed and has printed nothing, its machines could not even write into the folder.
+    If the job was placed but printed nothing, its machines could not even write into the folder.
     """
     try:
         lines = (folder / "job.out").read_text("utf-8", errors="replace").split("\n")
@@ -472,12 +472,12 @@ def why_not_begun(folder: Path, status: JobStatus) -> str:
 
 
 def left_behind(directory: MasterDirectory) -> list[str]:
-    """List the allocations that a master has submitted and not seen end."""
+    """List the allocations that a master has submitted without recording their end."""
     return sorted(path.parent.name for path in directory.allocations.glob(f"*/{ORDER}"))
 
 
 class _Ends:
-    """Takes the reports of a manager without a master, and records the ends for the next one."""
+    """Receives a manager's reports without a master; records the exits for the next master."""
 
     def __init__(self, directory: MasterDirectory) -> None:
         self._directory = directory
@@ -501,8 +501,8 @@ class _Ends:
 def cancel_all(
     directory: MasterDirectory, engine: ClusterEngine, seconds: float = 100.0, grace: float = GRACE_SECONDS
 ) -> tuple[list[str], list[str]]:
-    """End what a master has left behind, as a manager without a master. Returns the allocations
-    that ran and have ended, and those that have not ended in so many ``seconds``."""
+    """End all jobs that a master has left behind, without a master. Return the allocations that ran
+    and have ended, and the allocations that did not end within ``seconds``."""
     left = left_behind(directory)
     ran = [name for name, status in engine.statuses(left).items() if status.end is None]
     manager, ends = ClusterManager(directory, engine, host_env={}, grace=grace), _Ends(directory)

@@ -1,4 +1,4 @@
-"""What a run of a trial gets of this machine: slots, free ports, environment variables."""
+"""Resources that this machine provides to a run: slots, free ports, environment variables."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from zero_trial.util.memory import RANK_MALLOC, usable_cores, visible_gpus
 
 @dataclass(frozen=True)
 class SlotDevices:
-    """The devices behind the slots. ``gpus`` are the names that CUDA_VISIBLE_DEVICES takes, by
-    slot; empty: slots are CPU processes."""
+    """The devices behind the slots. ``gpus`` contains the values for CUDA_VISIBLE_DEVICES, by slot;
+    if empty, slots are CPU processes."""
 
     count: int
     cores: int
@@ -38,21 +38,21 @@ class SlotDevices:
 
     @property
     def threads(self) -> int:
-        """Return OMP_NUM_THREADS for each process: all slots together use the cores once."""
+        """Return OMP_NUM_THREADS per process: all slots together use each core once."""
         return max(1, self.cores // max(1, self.count))
 
 
 def find_devices(
     wanted: int | None, env: Mapping[str, str], *, cpu: bool = False, files: Path = Path("/dev")
 ) -> SlotDevices:
-    """Find the slots of this machine: the GPUs that this process may see, else its cores.
+    """Find the slots of this machine: the GPUs that are visible to this process, else its cores.
 
-    Raises ConfigError for more slots than GPUs. CPU slots may be more than the cores.
+    Raises ConfigError for more slots than GPUs. There may be more CPU slots than cores.
 
     Args:
         wanted: number of slots; None means all.
-        env: the environment, of which CUDA_VISIBLE_DEVICES is read.
-        cpu: do not look for GPUs.
+        env: the environment that contains CUDA_VISIBLE_DEVICES.
+        cpu: ignore GPUs.
         files: the folder of device files.
     """
     cores, gpus = usable_cores(), () if cpu else visible_gpus(env, files)
@@ -76,7 +76,7 @@ def find_devices(
 
 @dataclass(frozen=True)
 class StartOrder:
-    """An order to start one allocation. ``token`` goes into its environment and nowhere else."""
+    """An order to start one allocation. ``token`` is passed to its environment and nowhere else."""
 
     allocation: Allocation
     config: Json
@@ -89,7 +89,7 @@ class StartOrder:
     master_url: str
     cluster_id: str
     nodes: int = 1
-    avoid: tuple[str, ...] = ()  # machines of which no slot is enabled
+    avoid: tuple[str, ...] = ()  # machines whose slots are all disabled
     has_hook: bool = False  # the context directory has a startup-hook.sh
 
 
@@ -97,14 +97,13 @@ _PORTS = ("C10D_PORT", "INTER_TRAIN_PROCESS_COMM_PORT_1", "INTER_TRAIN_PROCESS_C
 
 
 class HeldPorts:
-    """The four ports that the harness reads from its environment: free ports of this machine, which
-    no other process gets until they are closed or this process ends. Raises OSError if there are
-    none.
+    """The four ports that the harness reads from its environment: free ports of this machine that
+    are reserved until they are closed or this process ends. Raises OSError if none are free.
 
-    They are bound and not listened on. On Linux the servers of the allocation can bind them too,
-    since both sides set SO_REUSEADDR (torch's store, ZeroMQ and sshd do); who asks for any port
-    gets another one. Elsewhere they are only found, and free when they are used if no one was
-    faster.
+    The sockets are bound but do not listen. On Linux, the servers of the allocation can still bind
+    these ports, because both sides set SO_REUSEADDR (torch's store, ZeroMQ and sshd do); a process
+    that asks for any free port gets a different one. On other systems the ports are only found and
+    released, so another process may take them first.
     """
 
     def __init__(self) -> None:
@@ -114,7 +113,7 @@ class HeldPorts:
             for name in _PORTS:
                 held = socket.socket()
                 self._sockets.append(held)
-                held.bind(("", 0))  # without SO_REUSEADDR, which would share a port of others
+                held.bind(("", 0))  # no SO_REUSEADDR yet: it could share a port already in use
                 held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 self.variables[name] = str(held.getsockname()[1])
         except OSError:
@@ -124,7 +123,7 @@ class HeldPorts:
             self.close()
 
     def close(self) -> None:
-        """Release them."""
+        """Release the ports."""
         for held in self._sockets:
             held.close()
 
@@ -151,12 +150,12 @@ RELOCATION = Path(__file__).parents[2] / "compat" / "start"
 
 
 def environment(order: StartOrder, kind: str, host: Mapping[str, str], python: str) -> dict[str, str]:
-    """Return the variables of the allocation, but for those that its nodes add (``agent.node``).
+    """Return the variables of the allocation, except those that its nodes add (``agent.node``).
 
     Args:
-        kind: of its slots.
-        host: the master's environment, of which only harmless names are taken.
-        python: the interpreter, whose folder comes first on PATH.
+        kind: the kind of its slots.
+        host: the master's environment; only harmless variables are copied.
+        python: the interpreter; its folder is placed first on PATH.
     """
     env = RANK_MALLOC | {
         name: value for name, value in host.items() if name in _ALLOWED or name.startswith(_ALLOWED_STARTS)
@@ -164,40 +163,40 @@ def environment(order: StartOrder, kind: str, host: Mapping[str, str], python: s
     env["PATH"] = os.pathsep.join([str(Path(python).parent), host.get("PATH") or os.defpath])
     env["PYTHONUNBUFFERED"] = "1"
     env.update(of_user(order.config, kind))
-    # What a user sets for PYTHONPATH comes after the relocation, and nothing that the harness needs
-    # can be overridden. Last is the tree that the master itself runs from, if it is none of the
-    # folders of installed packages, which are on the path anyway.
+    # A user's PYTHONPATH follows the relocation, and cannot override variables that the harness
+    # needs. Last is the tree that the master itself runs from, unless it is a folder of installed
+    # packages, which is on the path anyway.
     paths = [str(RELOCATION), env.get("PYTHONPATH", ""), tree_of(str(Path(__file__).parents[3]))]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return env | _of_harness(order)
 
 
 def tree_of(folder: str) -> str:
-    """Return the folder from which zero_trial is imported, "" if packages are installed in it: they
-    must not come before those of Python itself, or of a virtual environment on top of it."""
-    # with the base interpreter's in a virtual environment with --system-site-packages
+    """Return the folder that zero_trial is imported from; "" for a folder of installed packages,
+    which must not precede the folders of Python itself, or of a virtual environment on top."""
+    # includes the base interpreter's folders in a virtual environment with --system-site-packages
     known = [*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("purelib", "platlib"))]
     return "" if os.path.realpath(folder) in map(os.path.realpath, known) else folder
 
 
 def with_package(env: Mapping[str, str]) -> dict[str, str]:
-    """Return ``env`` with this very package importable from any working directory."""
+    """Return ``env`` with this package importable from any working directory."""
     root = str(Path(zero_trial.__file__).parents[1])
     return {**env, "PYTHONPATH": os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])}
 
 
 def config_variable(config: Mapping[str, Any]) -> str:
-    """Return DET_EXPERIMENT_CONFIG: the configuration with the port that a cluster adds."""
+    """Return DET_EXPERIMENT_CONFIG: the configuration plus the port that a cluster adds."""
     environment = config.get("environment") or {}
     ports = {**(environment.get("ports") or {}), "trial": 1734}
     return json.dumps({**config, "environment": {**environment, "ports": ports}})
 
 
 def check_size(config: Mapping[str, Any]) -> None:
-    """Raise Invalid for a completed configuration that does not fit into the one environment
-    variable in which a trial gets it.
+    """Raise Invalid if a completed configuration does not fit into the single environment variable
+    that passes it to a trial.
 
-    It is the same on a cluster: the harness reads its configuration from there only.
+    The same limit applies on a cluster: the harness reads its configuration only from there.
     """
     size = len(f"DET_EXPERIMENT_CONFIG={config_variable(config)}") + 1
     if size > LARGEST:
@@ -205,8 +204,8 @@ def check_size(config: Mapping[str, Any]) -> None:
 
 
 def check_length(text: str) -> None:
-    """Raise Invalid for the text of a configuration, or of a part of one, that is far too large:
-    reading its values one by one would take many seconds."""
+    """Raise Invalid if the text of a configuration, or of a part of one, is far too large: parsing
+    it value by value would take many seconds."""
     if len(text) > 2 * LARGEST:
         raise _too_large(f"{len(text)} characters", f"at most {2 * LARGEST}")
 
@@ -222,7 +221,7 @@ def _too_large(got: str, expected: str) -> Invalid:
 
 
 def of_user(config: Mapping[str, Any], kind: str) -> dict[str, str]:
-    """Read ``environment_variables``: NAME=VALUE for each ``kind`` of slot, or for all."""
+    """Return ``environment_variables`` (NAME=VALUE) for this ``kind`` of slot."""
     listed = (config.get("environment") or {}).get("environment_variables") or []
     if isinstance(listed, Mapping):
         listed = listed.get(kind) or []
@@ -239,7 +238,7 @@ def _of_harness(order: StartOrder) -> dict[str, str]:
         "DET_ALLOCATION_ID": allocation.id,
         "DET_SESSION_TOKEN": order.token,
         "DET_USER": order.owner,
-        # the SDK's; it permits what the allocation may do, not what its owner may
+        # for the SDK; it has the permissions of the allocation, not of its owner
         "DET_USER_TOKEN": order.token,
         "DET_TASK_TYPE": "TRIAL",
         "DET_RESOURCES_ID": allocation.resources_id,

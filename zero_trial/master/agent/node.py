@@ -1,10 +1,10 @@
-"""One node of an allocation: completes the order that the master has written with what
-only the node knows (its address, free ports, devices, a temporary directory), meets the other
-nodes, and supervises the trial's processes.
+"""One node of an allocation: completes the master's order with values that only the node knows (its
+address, free ports, devices, a temporary directory), performs the rendezvous with the other nodes,
+and supervises the trial's processes.
 
-It runs on the node as ``python -m zero_trial.master.agent.node FOLDER RANK NAME``, where FOLDER is
-the allocation's in the master's folder. Do not rename this module: a running master starts it by
-name even after an upgrade.
+The node runs ``python -m zero_trial.master.agent.node FOLDER RANK NAME``. FOLDER is the
+allocation's folder in the master's directory. Do not rename this module: a running master starts it
+by name even after an upgrade.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from zero_trial.master.agent.resources import Exit
 from zero_trial.util.memory import usable_cores
 
 _MEET_SECONDS = 600.0
-_PEER_FILE = "run/determined/info/rendezvous.json"  # where the harness looks for its peers
+_PEER_FILE = "run/determined/info/rendezvous.json"  # where the harness reads the addresses of its peers
 
 
 def own_address(master_url: str) -> str:
-    """Return the address of this machine on its way to the master; packets are not sent."""
+    """Return this machine's address on the route to the master; sends no packets."""
     parts = urlsplit(master_url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))
@@ -44,14 +44,14 @@ def own_address(master_url: str) -> str:
 def completed(
     order: Mapping[str, Any], mine: Path, name: str, ports: Mapping[str, str], visible: str, threads: int, scratch: str
 ) -> dict[str, str]:
-    """Return the environment of the trial's processes on this node. OMP_NUM_THREADS and TMPDIR of
-    the experiment's environment_variables stay.
+    """Return the environment of the trial's processes on this node. OMP_NUM_THREADS and TMPDIR from
+    the experiment's environment_variables take precedence.
 
     Args:
         mine: the folder of this node.
-        ports: those of the first node.
-        visible: CUDA_VISIBLE_DEVICES as the engine has set it.
-        threads: of each of its slots.
+        ports: port variables of the first node.
+        visible: CUDA_VISIBLE_DEVICES as set by the engine.
+        threads: threads per slot of this node.
         scratch: its temporary directory.
     """
     env = dict(order["env"])
@@ -66,18 +66,18 @@ def completed(
         **ports,
     )
     if order["nodes"] > 1:
-        # nodes of one machine, as in tests, would meet in the socket of its launcher
+        # several nodes on one machine, as in tests, would otherwise share the launcher's socket
         env["DET_SOCKET_ROOT"] = scratch
     return env
 
 
 def threads_of(order: Mapping[str, Any], cores: int, asked: str) -> int:
-    """Return how many threads each slot of this node gets, from what its engine has given.
+    """Return the number of threads per slot of this node.
 
     Args:
-        order: ``threads``: the CPUs of a slot as the master knows them, or 0.
-        cores: those of this machine that this process may use.
-        asked: the CPUs of the job on this node as the engine says it (SLURM_CPUS_PER_TASK), or "".
+        order: ``threads``: the CPUs per slot as known to the master, or 0.
+        cores: the number of this machine's cores that this process may use.
+        asked: the job's CPUs on this node according to the engine (SLURM_CPUS_PER_TASK), or "".
     """
     slots = max(1, int(order["slots"]))
     own = cores // slots
@@ -86,24 +86,24 @@ def threads_of(order: Mapping[str, Any], cores: int, asked: str) -> int:
 
 
 def is_refused(error: Exception) -> bool:
-    """Return whether a request that has failed so fails again when it is repeated: the master has
-    understood it, and it is not early (409) or one of too many (408, 429)."""
+    """Return whether repeating a request that failed with ``error`` would fail again: the master
+    rejected it with a 4xx other than 408 (timeout), 409 (too early) and 429 (too many requests)."""
     return isinstance(error, HTTPError) and 400 <= error.code < 500 and error.code not in (408, 409, 429)
 
 
 def code_of(ended: Exit | None, nodes: int) -> int:
-    """Return this process's exit code. Among several nodes 0 says that the end is recorded, and any
-    other that the engine must not let the others wait for this one."""
+    """Return this process's exit code. With several nodes, 0 means that the exit is recorded; any
+    other code tells the engine not to let the other nodes wait for this one."""
     if ended is None:
         return 1
     return 0 if nodes > 1 else ended.code
 
 
 def meet(env: Mapping[str, str], rank: int, peers: int, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what the nodes of the allocation say of themselves, by rank, once all are there.
+    """Return the data that each node of the allocation sent, by rank, once all have arrived.
 
-    The master gathers it, and is asked without a proxy, which would see the token. Raises
-    MasterError after ten minutes, or at once if the master refuses.
+    The master gathers the data. Requests bypass any proxy, which would see the token. Raises
+    MasterError after ten minutes, or immediately if the master rejects the request.
     """
     url = f"{env['DET_MASTER']}/api/v1/allocations/{env['DET_ALLOCATION_ID']}/all_gather"
     body = {"requestUuid": str(uuid.uuid4()), "numPeers": peers, "data": {**mine, "rank": rank}}
@@ -130,8 +130,8 @@ def meet(env: Mapping[str, str], rank: int, peers: int, mine: Mapping[str, Any])
 
 
 def order_in(folder: Path, name: str) -> dict[str, Any]:
-    """Read the order of the master. Raises MasterError on a node that does not see what the master
-    has written, or another storage of checkpoints."""
+    """Read the master's order. Raises MasterError if this node does not see the file that the
+    master wrote, or sees a different checkpoint storage."""
     fix = "Mount the storage of --root and of checkpoint_storage on all nodes, at the same path."
     try:
         order: dict[str, Any] = json.loads((folder / "order.json").read_text(encoding="utf-8"))
@@ -157,7 +157,7 @@ def order_in(folder: Path, name: str) -> dict[str, Any]:
 
 
 def main(folder: Path, rank: int, name: str) -> int:
-    """Run this node's part of the allocation to its end and return its exit code."""
+    """Run this node's part of the allocation until it ends and return the exit code."""
     order = order_in(folder, name)
     mine = folder / f"node-{rank}"
     work = mine / "work"
@@ -196,4 +196,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
     except (OSError, ZeroTrialError) as error:
-        sys.exit(f"error   {error}")  # the master says it in the log of the trial
+        sys.exit(f"error   {error}")  # the master copies this line to the log of the trial

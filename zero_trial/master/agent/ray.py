@@ -1,11 +1,11 @@
-"""Ray as the engine of a master: an allocation is a placement group with one bundle for each node,
-and an actor in each bundle runs the node's part.
+"""Ray as the master's engine: an allocation is a placement group with one bundle per node, and an
+actor in each bundle runs the node's part.
 
-A slot is a GPU of Ray's, or on nodes without GPUs some of its CPUs.
+A slot is a Ray GPU, or, on nodes without GPUs, a number of CPUs.
 
-The master's `RayEngine` does not import Ray. It sends requests as lines of JSON to a driver, which
-is this module as a program, ``python -m zero_trial.master.agent.ray ADDRESS``: a Ray driver ends
-when the Ray processes of its machine do. Jobs outlive it; the next driver finds them by name.
+The master's `RayEngine` does not import Ray. It sends requests as JSON lines to a driver process
+that runs ``python -m zero_trial.master.agent.ray ADDRESS``, because a Ray driver ends when the Ray
+processes of its machine end. Jobs outlive the driver; the next driver finds them by name.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from zero_trial.master.agent.cluster import ClusterJob, JobEnd, JobStatus
 from zero_trial.master.agent.environment import with_package
 from zero_trial.master.agent.resources import POOL, EngineBusy, Node
 
-_PREFIX = "zt-"  # of the names of placement groups and actors
-_ID = 6  # characters of a node's id in its name: machines may have several nodes
-_BEGIN_SECONDS = 60.0  # that a driver may take to import Ray and to join the cluster
-_ANSWER_SECONDS = 20.0  # that it may take for an answer
+_PREFIX = "zt-"  # of placement group and actor names
+_ID = 6  # characters of the node id in a node's name: a machine may run several nodes
+_BEGIN_SECONDS = 60.0  # timeout for a driver to import Ray and join the cluster
+_ANSWER_SECONDS = 20.0  # timeout for an answer of the driver
 _STOP_SECONDS = 5.0
-_RESULT_SECONDS = 0.2  # that actors get to answer; others are read at the next look
+_RESULT_SECONDS = 0.2  # timeout for answers of actors; late answers are read at the next poll
 
 
 def name_of(node: Mapping[str, Any]) -> str:
-    """Return the name of a node: its machine's, and the beginning of its id."""
+    """Return the name of a node: the machine's name and a prefix of the node id."""
     return f"{node['NodeManagerHostname']}-{node['NodeID'][:_ID]}"
 
 
 def nodes_in(found: Sequence[Mapping[str, Any]], *, cpus: int, gpus: bool) -> list[Node]:
-    """Read ``ray.nodes()``. Nodes without GPUs are left out if another one has some.
+    """Parse ``ray.nodes()``. Nodes without GPUs are omitted if any node has GPUs.
 
     Args:
-        cpus: the CPUs of a slot on the CPU.
-        gpus: whether GPUs are looked at.
+        cpus: CPUs per CPU slot.
+        gpus: whether to use GPUs.
     """
     nodes = []
     for node in found:
@@ -61,7 +61,7 @@ def request_of(job: ClusterJob, nodes: Sequence[Mapping[str, Any]]) -> dict[str,
     """Return the request that starts a job.
 
     Args:
-        nodes: ``ray.nodes()``, for the ids of those that the job avoids.
+        nodes: ``ray.nodes()``, to look up the ids of the nodes that the job avoids.
     """
     amount = {"GPU": float(job.slots)} if job.kind == "cuda" else {"CPU": float(max(1, job.slots) * job.cpus)}
     avoided = [node["NodeID"] for node in nodes if name_of(node) in job.avoid and node["Alive"]]
@@ -77,12 +77,12 @@ def request_of(job: ClusterJob, nodes: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def status_of(seen: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> JobStatus:
-    """Return a job's state from what the driver has seen of it.
+    """Return a job's status from the driver's observations.
 
     Args:
         seen: the ids of its nodes, and for each node the exit code, the reason why its actor is
-            gone, or None while it runs. ``lost``: an actor of an earlier driver is gone, which only
-            ends before its command does if its node is lost.
+            gone, or None while it runs. ``lost``: an actor of an earlier driver is gone; before its
+            command ends, this happens only if its node is lost.
         nodes: ``ray.nodes()``.
     """
     known = {node["NodeID"]: node for node in nodes}
@@ -112,7 +112,7 @@ def status_of(seen: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> Jo
 
 
 class RayEngine:
-    """The engine: each method is a request to the driver; one that has ended is started again."""
+    """The Ray engine: each method sends a request to the driver; an ended driver is restarted."""
 
     name, seconds, remote = "ray", 0.5, True
 
@@ -131,7 +131,7 @@ class RayEngine:
         return (POOL,)
 
     def check(self, config: Mapping[str, Any]) -> None:
-        """Refuse nothing: no section of an experiment is Ray's."""
+        """Accept every experiment: Ray has no section in the configuration."""
 
     def submit(self, job: ClusterJob) -> None:
         self._ask(request_of(job, self._ask({"op": "nodes"})))
@@ -140,7 +140,7 @@ class RayEngine:
         self._ask({"op": "cancel", "name": _PREFIX + name, "force": force})
 
     def statuses(self, names: Collection[str]) -> Mapping[str, JobStatus]:
-        # first the jobs, so that a node that dies in between is known to be dead
+        # read the jobs first, so that a node that dies in between is seen as dead
         seen = self._ask({"op": "look", "names": [_PREFIX + name for name in names]})
         nodes = self._ask({"op": "nodes"})
         return {name.removeprefix(_PREFIX): status_of(each, nodes) for name, each in seen.items()}
@@ -180,7 +180,7 @@ class RayEngine:
                 selector.register(driver.stdout, selectors.EVENT_READ)
                 late = not selector.select(seconds)
             if late:
-                driver.kill()  # jobs go on without it
+                driver.kill()  # jobs keep running without the driver
             said = driver.stdout.readline()
         except OSError as error:
             raise EngineBusy("the Ray driver ended", where="--on ray", got=str(error)) from error
@@ -196,8 +196,8 @@ class RayEngine:
 
     def _end(self) -> None:
         if self._driver is not None and self._driver.stdin is not None:
-            with suppress(OSError):  # of what it did not read
-                self._driver.stdin.close()  # it ends with its input
+            with suppress(OSError):  # input that it did not read
+                self._driver.stdin.close()  # the driver exits at the end of its input
             try:
                 self._driver.wait(timeout=10)
             except subprocess.TimeoutExpired:
@@ -218,8 +218,8 @@ def require_ray() -> None:
 
 
 class _NodeProcess:
-    """The part of an allocation on one node: an actor that runs a command with the name of the node
-    behind it, and waits. It is sent to the node as it is, and needs nothing else of zero_trial."""
+    """An actor on one node that runs a command, with the node's name appended, and waits for it.
+    Ray sends this class to the node by value, so it must not use the rest of zero_trial."""
 
     def __init__(self, command: Sequence[str], pythonpath: str, output: str) -> None:
         import ctypes
@@ -228,7 +228,7 @@ class _NodeProcess:
 
         import ray
 
-        # as name_of makes it from what the driver sees
+        # must equal the result of name_of on the driver
         name = f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:6]}"
         self._code: int | str | None = None
         self._started = threading.Event()
@@ -237,7 +237,7 @@ class _NodeProcess:
         def die_with_parent() -> None:
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, see prctl(2)
 
-        def run() -> None:  # the signal comes when this thread ends
+        def run() -> None:  # PDEATHSIG is sent when this thread ends
             try:
                 with open(output, "ab") as file:
                     try:
@@ -255,7 +255,7 @@ class _NodeProcess:
                         return
                 self._started.set()
                 self._code = self._child.wait()
-            except OSError as error:  # it does not see the master's folder
+            except OSError as error:  # this node does not see the master's folder
                 self._code = f"{name}: {error}"
             finally:
                 self._started.set()
@@ -265,10 +265,10 @@ class _NodeProcess:
         self._thread.start()
 
     def result(self) -> int | str | None:
-        """Return the exit code of the command, 127 or why if it could not begin; None while it
-        runs.
+        """Return the exit code of the command, or 127 or an error message if it could not start;
+        None while it runs.
 
-        It does not wait: each driver that asked would hold a thread of this actor, dead ones too.
+        This never blocks: a blocking call, even of a dead driver, would occupy a thread here.
         """
         if not self._ended.is_set():
             return None
@@ -282,25 +282,25 @@ class _NodeProcess:
 
 
 class _Job:
-    """A job of this or an earlier driver: its placement group, its actors and what they answer."""
+    """A job of this or an earlier driver: its placement group, its actors and their results."""
 
     def __init__(self, ray: Any, group: Any, actors: Sequence[Any]) -> None:
         self._ray = ray
         self._group = group
-        self._actors = actors  # None: of an earlier driver, and gone
+        self._actors = actors  # None: an actor of an earlier driver that no longer exists
         self._lost = None in actors
-        self._asked: dict[int, Any] = {}  # rank -> its answer to come
+        self._asked: dict[int, Any] = {}  # rank -> pending result
         self._codes: list[int | str | None] = [
             "the actor no longer exists" if actor is None else None for actor in actors
         ]
-        self._nodes: list[str] = []  # where it was placed first
+        self._nodes: list[str] = []  # where the group was first placed
         self._canceled = False
         self._stopped = False
 
     def ask(self) -> list[Any]:
-        """Ask what runs for its results, unless it was asked; return all answers to come."""
+        """Request missing results of running actors; return all pending results."""
         table = self._ray.util.placement_group_table(self._group)
-        # the group of a lost actor is placed again, where nothing of the job runs
+        # Ray places the group of a lost actor again, on nodes where nothing of the job runs
         if table["state"] == "CREATED" and not self._nodes and not self._lost:
             self._nodes = [table["bundles_to_node_id"][rank] for rank in range(len(self._actors))]
         for rank, actor in enumerate(self._actors):
@@ -309,10 +309,10 @@ class _Job:
         return list(self._asked.values())
 
     def look(self) -> dict[str, Any]:
-        """Return where it is, and what has ended of it as far as it has answered.
+        """Return the job's nodes, and the exit codes that have arrived so far.
 
-        Once a node has ended and not recorded it (`agent.node` ends with 0 otherwise), the others
-        are asked to end: they would wait for it.
+        If a node ends without recording its exit (`agent.node` exits with 0 otherwise), stop the
+        other nodes, which would wait for it.
         """
         answers = list(self._asked.values())
         done, _ = self._ray.wait(answers, num_returns=len(answers), timeout=0) if answers else ([], [])
@@ -336,7 +336,7 @@ class _Job:
         }
 
     def cancel(self, *, force: bool) -> None:
-        """Ask the processes to end; remove all of it with ``force``, or if it has no place."""
+        """Ask the processes to end; with ``force``, or if not placed yet, remove the job."""
         self._canceled = True
         self.ask()
         actors = [actor for actor in self._actors if actor is not None]
@@ -350,21 +350,21 @@ class _Job:
 
 
 class _RayDriver:
-    """Carries out the requests of one master."""
+    """Handles the requests of one master."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
         self._known: dict[str, _Job] = {}
 
     def nodes(self) -> list[dict[str, Any]]:
-        """List the machines that Ray knows, dead ones included."""
+        """List the machines that Ray knows, including dead ones."""
         kept = ("NodeID", "Alive", "NodeManagerAddress", "NodeManagerHostname", "Resources")
         return [{key: node[key] for key in kept} for node in self._ray.nodes()]
 
     def submit(
         self, name: str, bundles: list[dict[str, float]], labels: dict[str, str], command: list[str], **files: str
     ) -> None:
-        """Create the placement group of a job, and its actors, which wait for it."""
+        """Create a job's placement group and its actors, which start once it is placed."""
         ray = self._ray
         group = ray.util.placement_group(
             bundles,
@@ -390,7 +390,7 @@ class _RayDriver:
         self._known[name] = _Job(ray, group, actors)
 
     def cancel(self, name: str, force: bool) -> None:
-        """Ask the processes of a job to end; with ``force`` remove all of it."""
+        """Ask the processes of a job to end; with ``force``, remove the job entirely."""
         job = self._find(name)
         if job is not None:
             job.cancel(force=force)
@@ -398,7 +398,7 @@ class _RayDriver:
                 self._known.pop(name)
 
     def look(self, names: list[str]) -> dict[str, Any]:
-        """Return how these jobs go, without those that Ray does not know."""
+        """Return the state of these jobs; jobs that Ray does not know are omitted."""
         found = {name: self._find(name) for name in names}
         jobs = {name: job for name, job in found.items() if job is not None}
         answers = [answer for job in jobs.values() for answer in job.ask()]
@@ -412,7 +412,7 @@ class _RayDriver:
                 group = self._ray.util.get_placement_group(name)
             except ValueError:
                 return None
-            actors: list[Any] = [None] * group.bundle_count  # of an earlier driver; one that has died stays None
+            actors: list[Any] = [None] * group.bundle_count  # of an earlier driver; None: the actor died
             for rank in range(group.bundle_count):
                 with suppress(ValueError):
                     actors[rank] = self._ray.get_actor(f"{name}-{rank}")
@@ -428,13 +428,13 @@ def main(address: str) -> int:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
-    os.dup2(2, 1)  # what Ray prints must not be among the answers
+    os.dup2(2, 1)  # keep Ray's output out of the answers
     try:
         import ray
         import ray.util.scheduling_strategies
 
         ray.init(address=address or "auto", namespace="zero_trial", log_to_driver=False, configure_logging=False)
-    except Exception as error:  # Ray raises many kinds
+    except Exception as error:  # Ray raises many types
         send({"error": f"{type(error).__name__}: {error}"})
         return 1
     driver = _RayDriver(ray)

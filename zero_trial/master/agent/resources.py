@@ -1,6 +1,6 @@
-"""What a resource manager works with: machines with slots and which of them have room for a trial,
-the orders that it carries out, and the lease and the exit record of each allocation, by which a
-supervisor, this master and the next one know of each other."""
+"""Building blocks of a resource manager: machines with slots and how trials fit on them, the queue
+of orders to carry out, and each allocation's lease and exit record, through which a supervisor,
+this master and the next master coordinate."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ POOL = "default"
 
 @dataclass(frozen=True)
 class Node:
-    """A machine. Its slots are numbered from ``first`` on, through all machines of a master.
+    """A machine. Slots are numbered from ``first`` on, across all machines of a master.
 
-    ``up`` is False for a machine that is known and cannot be used now. ``gpus`` are the names that
-    CUDA_VISIBLE_DEVICES takes, where the master assigns them itself. ``cpus`` are the CPUs of a
-    slot, its own or the GPU's share of the machine; 0: unknown.
+    ``up`` is False for a known machine that is currently unusable. ``gpus`` contains the values for
+    CUDA_VISIBLE_DEVICES, if the master assigns GPUs itself. ``cpus`` is the number of CPUs per
+    slot: the slot's own, or the GPU's share of the machine; 0: unknown.
     """
 
     name: str
@@ -53,33 +53,33 @@ class Node:
 
 
 class Reports(Protocol):
-    """Takes what a resource manager reports, from any thread."""
+    """Receives the reports of a resource manager. Methods are called from any thread."""
 
     def on_nodes_changed(self) -> None:
-        """Assign slots again: `ClusterManager.nodes` has changed."""
+        """Assign slots again, because `ClusterManager.nodes` has changed."""
 
     def on_waiting(self, allocation_id: str, why: str) -> None:
-        """Record why the engine does not start an allocation yet."""
+        """Record why the engine has not started an allocation yet."""
 
     def on_started(self, allocation_id: str, nodes: Sequence[str] = ()) -> None:
-        """Record that the processes of an allocation run, and on which nodes if the manager has
-        chosen them. Called once for each allocation."""
+        """Record that the processes of an allocation are running, and on which nodes if the manager
+        chose them. Called once for each allocation."""
 
     def on_matched(self, allocation_id: str, match: LogMatch) -> None:
-        """Record that a log policy has matched. Called again for the same after a restart."""
+        """Record that a log policy has matched. Called again for the same match after a restart."""
 
     def on_exited(self, allocation_id: str, ended: Exit) -> None:
-        """Record that the processes of an allocation have ended. Called once, after the others."""
+        """Record that the processes of an allocation have ended. Called once, and last."""
 
 
 def shape(slots: int, sizes: Sequence[int]) -> tuple[int, int] | None:
-    """Return how many machines a trial takes and how many slots of each; None if it cannot run.
+    """Return the number of machines and the slots per machine for a trial; None if it cannot run.
 
-    It takes the fewest machines that give equal parts.
+    Uses the fewest machines that can provide equal parts.
 
     Args:
-        slots: of the trial.
-        sizes: the slots of each machine that may be used, free or not.
+        slots: number of slots of the trial.
+        sizes: the slots of each usable machine, free or not.
     """
     for nodes in range(1, len(sizes) + 1):
         each = slots // nodes
@@ -89,8 +89,8 @@ def shape(slots: int, sizes: Sequence[int]) -> tuple[int, int] | None:
 
 
 def fit(nodes: int, each: int, free: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Return the slots of a trial that takes ``each`` of so many ``nodes``; None if too few are
-    free. Machines with the fewest free slots come first, so that large trials find whole ones.
+    """Return slots for a trial that needs ``each`` slots on ``nodes`` machines; None if too few are
+    free. Prefers machines with the fewest free slots, so that large trials find empty machines.
 
     Args:
         free: the numbers of the free slots of each machine.
@@ -104,15 +104,15 @@ def fit(nodes: int, each: int, free: Sequence[tuple[int, ...]]) -> tuple[int, ..
 def moved(
     allocation_id: str, slots: Sequence[int], nodes: Sequence[Node], holders: Mapping[int, str]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the slots of an allocation that the engine has started on ``nodes``, and of those that
-    change places with it; by allocation.
+    """Return the new slots of an allocation that the engine started on ``nodes``, and of the
+    allocations that it swaps slots with; by allocation.
 
     Args:
-        slots: those that were assigned before the engine had chosen; as many on each node.
+        slots: the slots assigned before the engine chose the nodes; equally many per node.
         holders: the allocation that holds each slot.
     """
     each = len(slots) // max(1, len(nodes))
-    rank = {allocation_id: 0, "": 1}  # first its own, then free ones, then those of others
+    rank = {allocation_id: 0, "": 1}  # prefer its own slots, then free slots, then slots of other allocations
     new: list[int] = []
     for node in nodes:
         new += sorted(node.numbers, key=lambda number: (rank.get(holders.get(number, ""), 2), number))[:each]
@@ -127,9 +127,9 @@ def moved(
 
 
 def numbered(known: Sequence[Node], found: Sequence[Node]) -> tuple[Node, ...]:
-    """Return the nodes that were found, with the numbers that they had; new and enlarged ones get
-    numbers of their own. Nodes that are gone stay, not up and in no pool, so that their numbers do
-    not come back."""
+    """Return the found nodes with their previous slot numbers; new and enlarged nodes get new
+    numbers. Nodes that disappeared are kept, marked as not up and in no pool, so that their numbers
+    are not reused."""
     before = {node.name: node for node in known}
     last = max((node.first + node.slots for node in known), default=0)
     after = {name: replace(node, up=False, pools=()) for name, node in before.items()}
@@ -143,58 +143,57 @@ def numbered(known: Sequence[Node], found: Sequence[Node]) -> tuple[Node, ...]:
     return tuple(after.values())
 
 
-# -- orders of a resource manager: start this allocation, end that one
+# -- orders of a resource manager: start or end an allocation
 
-_RETRY_SECONDS = (5.0, 10.0, 20.0, 40.0, 60.0)  # until the next attempt, by those before
+_RETRY_SECONDS = (5.0, 10.0, 20.0, 40.0, 60.0)  # delay until the next attempt, by number of earlier attempts
 _PASSING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EROFS, errno.EAGAIN))
 """Faults of a disk that are not about one allocation."""
 
 
 class EngineBusy(MasterError):
-    """The engine does not answer, or takes no job now, for a reason that is not the job's."""
+    """The engine does not answer, or accepts no job now, for a reason unrelated to the job."""
 
 
 def is_passing(error: Exception) -> bool:
-    """Return whether what has kept an order from being carried out may be over soon."""
+    """Return whether the error that prevented an order may be temporary."""
     return isinstance(error, EngineBusy) or (isinstance(error, OSError) and error.errno in _PASSING)
 
 
 @dataclass(eq=False)
 class _Order:
-    """An order for one allocation. ``begins``: it starts the allocation."""
+    """An order for one allocation. ``begins``: whether the order starts the allocation."""
 
     allocation_id: str
     work: Callable[[], None]
     begins: bool
     attempts: int = 0
     due: float = 0.0  # monotonic
-    reported: str = ""  # why it waits
+    reported: str = ""  # the reported reason why the order waits
 
 
 class OrderQueue:
-    """One thread that carries out orders, and looks again and again at what runs. A fault of one
-    allocation does not end the work for the others.
+    """Carries out orders in one thread, which also polls the running jobs. An error in one
+    allocation does not stop the work on other allocations.
 
-    An order that fails for a reason that passes (a full disk, an engine that does not answer) is
-    tried again after 5 to 60 seconds, until it succeeds or another order for the same allocation
-    comes.
+    An order that fails for a temporary reason (a full disk, an unresponsive engine) is retried
+    after 5 to 60 seconds, until it succeeds or another order for the same allocation replaces it.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._newest: dict[str, _Order] = {}  # by allocation, until it is carried out
+        self._newest: dict[str, _Order] = {}  # by allocation, until carried out
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._faults: dict[str, str] = {}  # what was logged of a look that fails, once: it comes again
+        self._faults: dict[str, str] = {}  # last logged error by kind of poll, so that repeats are not logged
 
     def begin(self, look: Callable[[], None], seconds: float, on_waiting: Callable[[str, str], None]) -> None:
         """Start the thread.
 
         Args:
-            look: called each so many ``seconds``.
-            on_waiting: takes the allocation that cannot begin yet, and why.
+            look: called every ``seconds`` seconds.
+            on_waiting: called with an allocation that cannot start yet, and the reason.
         """
         self._thread = threading.Thread(
             target=self._run, args=(look, seconds, on_waiting), name=self._name, daemon=True
@@ -202,8 +201,8 @@ class OrderQueue:
         self._thread.start()
 
     def put(self, allocation_id: str, work: Callable[[], None], *, begins: bool = False) -> None:
-        """Carry out an order, later. It replaces an earlier one of this allocation, except that a
-        start does not replace the order that ends it."""
+        """Queue an order. It replaces an earlier order for this allocation, but a start order never
+        replaces an order that ends the allocation."""
         with self._lock:
             before = self._newest.get(allocation_id)
             if before is None or before.begins or not begins:
@@ -211,7 +210,7 @@ class OrderQueue:
         self._wake.set()
 
     def guarded(self, what: str, look: Callable[..., None], *arguments: object) -> None:
-        """Call ``look``, and log a fault instead of raising it."""
+        """Call ``look``; log an exception instead of raising it."""
         try:
             look(*arguments)
         except Exception as error:
@@ -223,7 +222,7 @@ class OrderQueue:
             self._faults.pop(what, None)
 
     def close(self) -> None:
-        """End the thread; orders that wait are dropped."""
+        """End the thread; drop the orders that wait."""
         self._closed = True
         self._wake.set()
         if self._thread is not None:
@@ -252,7 +251,7 @@ class OrderQueue:
         try:
             order.work()
         except Exception as error:
-            # an OSError comes here if the end of the allocation could not be recorded either
+            # an OSError arrives here if the exit of the allocation could not be recorded either
             if isinstance(error, (OSError, EngineBusy)):
                 order.due = time.monotonic() + _RETRY_SECONDS[min(order.attempts, len(_RETRY_SECONDS) - 1)]
                 order.attempts += 1
@@ -279,16 +278,16 @@ class OrderQueue:
 
 # -- the lease and the exit record of an allocation
 
-_LEASE_FILE = "claim.json"  # the names of both files are part of the state on disk
+_LEASE_FILE = "claim.json"  # the names of both files are part of the on-disk format
 _EXIT_FILE = "exit.json"
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A process, identified beyond the reuse of pids.
+    """A process, identified uniquely even if its pid is reused.
 
-    ``start`` is the boot and the clock tick at which it started, as ``boot:tick``; empty where
-    there is no /proc.
+    ``start`` is the boot id and clock tick at which it started, as ``boot:tick``; empty on systems
+    without /proc.
     """
 
     pid: int
@@ -296,17 +295,17 @@ class Identity:
 
     @property
     def alive(self) -> bool:
-        """Return whether this very process still runs (a zombie does not)."""
-        # to kill(2), pid 0 is a group of processes, ours among them
+        """Return whether this exact process is still running (a zombie is not)."""
+        # for kill(2), pid 0 means a process group that includes this process
         return self.pid > 0 and process_tree.is_running(self.pid) and self.start in ("", identify(self.pid).start)
 
     @property
     def before_boot(self) -> bool:
-        """Return whether it started before the machine did, so that it ended with the machine."""
+        """Return whether the process started before the last boot, so that it is gone."""
         return bool(self.start) and self.start.partition(":")[0] != _boot()
 
     def send(self, number: signal.Signals) -> None:
-        """Signal this process, but not another that was given its pid later."""
+        """Signal this process, but never another process that reuses its pid."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, number)
@@ -318,7 +317,7 @@ def identify(pid: int) -> Identity:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return Identity(pid, "")
-    # the fields of proc(5) follow the name in brackets, which may itself hold brackets and blanks
+    # the fields of proc(5) follow the name in parentheses, which may contain parentheses and blanks
     return Identity(pid, f"{_boot()}:{text.rpartition(')')[2].split()[19]}")
 
 
@@ -328,7 +327,7 @@ def _boot() -> str:
 
 @dataclass(frozen=True)
 class Exit:
-    """The end of an allocation. ``killed``: its supervisor was asked to end it."""
+    """The end of an allocation. ``killed``: whether its supervisor was asked to end it."""
 
     code: int
     time: float
@@ -340,16 +339,16 @@ KILLED_CODE = 128 + signal.SIGKILL
 
 
 def never_begun() -> Exit:
-    """Return the end of an allocation that was ended before it began."""
+    """Return the exit of an allocation that was stopped before it started."""
     return Exit(KILLED_CODE, time.time(), killed=True, why="it was stopped before it started")
 
 
 def acquire_lease(folder: Path, identity: Identity | Exit | None) -> bool:
-    """Acquire the lease, or void it permanently (with an Exit, which is recorded with it, or with
-    None). Return False if it was taken before, which can be seen on a full disk, too.
+    """Acquire the lease, or void it permanently (recording an Exit with it, if given). Return False
+    if the lease was taken before; this works even if the disk is full.
 
-    It is a file that can be created only once: so an allocation runs at most once, and the next
-    master finds its supervisor.
+    The lease is a file that can be created only once. Therefore an allocation runs at most once,
+    and the next master finds its supervisor.
     """
     if lease_exists(folder):
         return False
@@ -360,7 +359,7 @@ def acquire_lease(folder: Path, identity: Identity | Exit | None) -> bool:
     draft = folder / f"{_LEASE_FILE}.{os.getpid()}-{threading.get_ident()}"
     try:
         draft.write_text(json.dumps(content), encoding="utf-8")
-        os.link(draft, folder / _LEASE_FILE)  # fails if it exists: file and content appear at once
+        os.link(draft, folder / _LEASE_FILE)  # fails if the file exists; file and content appear atomically
     except FileExistsError:
         return False
     finally:
@@ -369,7 +368,7 @@ def acquire_lease(folder: Path, identity: Identity | Exit | None) -> bool:
 
 
 def forbid(folder: Path, ended: Exit) -> bool:
-    """Void the lease of an allocation, recording this end. Return False if it has begun."""
+    """Void an allocation's lease and record ``ended``. Return False if it has started."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return acquire_lease(folder, ended)
 
@@ -380,29 +379,29 @@ def never_begins(folder: Path) -> bool:
 
 
 def lease_exists(folder: Path) -> bool:
-    """Return whether the lease was taken or made void."""
+    """Return whether the lease was taken or voided."""
     return (folder / _LEASE_FILE).exists()
 
 
 def lease_owner(folder: Path) -> Identity | None:
-    """Return the process that holds the lease; None if there is none or it is void."""
+    """Return the process that holds the lease; None if the lease is free or void."""
     content = _read(folder / _LEASE_FILE)
     return Identity(content["pid"], content["start"]) if content and "pid" in content else None
 
 
 def record_exit(folder: Path, ended: Exit) -> None:
-    """Record how the allocation ended; the file appears whole or not at all."""
+    """Record how the allocation ended; the file is written atomically."""
     write_atomic(folder / _EXIT_FILE, json.dumps(asdict(ended)), durable=False)
 
 
 def exit_of(folder: Path) -> Exit | None:
-    """Return how the allocation ended; None if it has not, or could not record it."""
+    """Return how the allocation ended; None if it runs, or its exit was not recorded."""
     content = _read(folder / _EXIT_FILE) or (_read(folder / _LEASE_FILE) or {}).get("exit")
     return Exit(content["code"], content["time"], content["killed"], content["why"]) if content else None
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Read a JSON file; None if it is missing, or was lost in a power cut."""
+    """Read a JSON file; None if the file is missing, or was damaged by a power failure."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):

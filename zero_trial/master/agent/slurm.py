@@ -1,8 +1,8 @@
-"""Slurm as the engine of a master: sbatch starts a job, squeue tells how it goes, scancel ends it,
-and scontrol lists machines (nodes) and pools (partitions).
+"""Slurm as the master's engine: sbatch starts a job, squeue reports its state, scancel ends it, and
+scontrol lists machines (nodes) and pools (partitions).
 
-A slot is a GPU of the partition's GRES, or on nodes without GPUs some CPUs. Nothing is asked of
-Slurm's accounting. Texts are built and read by functions of their own.
+A slot is a GPU of the node's GRES, or, on nodes without GPUs, a number of CPUs. Slurm's accounting
+is not used. Separate functions build and parse all text.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from zero_trial.errors import ConfigError, MasterError
 from zero_trial.master.agent.cluster import ClusterJob, JobEnd, JobStatus
 from zero_trial.master.agent.resources import EngineBusy, Node
 
-_PREFIX = "zt-"  # of the names of jobs
-_FORMAT = "%i|%T|%N|%r|%j"  # of squeue: id, state, nodes, reason, name
-_SECONDS = 60.0  # that a command of Slurm may take
+_PREFIX = "zt-"  # of job names
+_FORMAT = "%i|%T|%N|%r|%j"  # for squeue: id, state, nodes, reason, name
+_SECONDS = 60.0  # timeout of a Slurm command
 
 _PASSED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LD_LIBRARY_PATH"),
@@ -43,7 +43,7 @@ _GIVEN: dict[str, str] = {
 }
 """Options of sbatch that are the master's -> what a user writes instead."""
 
-_FLAGS = "HIkOQsvhVu"  # sbatch's options of one letter that take no value
+_FLAGS = "HIkOQsvhVu"  # sbatch's one-letter options without a value
 
 _USABLE = frozenset(("IDLE", "MIXED", "ALLOCATED", "COMPLETING", "PLANNED"))
 _HARMLESS = frozenset(
@@ -68,13 +68,13 @@ _ENDS = {
 
 
 def fields_of(line: str) -> dict[str, str]:
-    """Read a line of ``scontrol show --oneliner``: NAME=VALUE, values may have blanks."""
+    """Parse a line of ``scontrol show --oneliner``: NAME=VALUE; values may contain blanks."""
     found = re.finditer(r"(?:^|\s)([A-Z][A-Za-z_:/]*)=(.*?)(?=\s+[A-Z][A-Za-z_:/]*=|\s*$)", line)
     return {match[1]: match[2].strip() for match in found}
 
 
 def hosts(text: str) -> list[str]:
-    """Expand a list of nodes as Slurm writes it: ``n[01-03],login`` is n01, n02, n03, login."""
+    """Expand a Slurm node list: ``n[01-03],login`` becomes n01, n02, n03, login."""
     if text in ("", "(null)", "None assigned"):
         return []
     found: list[str] = []
@@ -97,27 +97,27 @@ def _expanded(item: str) -> Iterator[str]:
 
 
 def gpus_in(gres: str) -> int:
-    """Count the GPUs of a node's GRES: ``gpu:a100:4(S:0-1),shard:8`` has 4."""
+    """Return the number of GPUs in a node's GRES: 4 for ``gpu:a100:4(S:0-1),shard:8``."""
     bare = re.sub(r"\([^)]*\)", "", gres)
     counts = (item.split(":") for item in bare.split(",") if item.split(":")[0] == "gpu")
     return sum(int(parts[-1]) if parts[-1].isdigit() else 1 for parts in counts)
 
 
 def is_usable(state: str) -> bool:
-    """Return whether a node in a state such as ``IDLE+DRAIN`` or ``MIXED*`` starts jobs."""
+    """Return whether a node in a state such as ``IDLE+DRAIN`` or ``MIXED*`` can start jobs."""
     base, *flags = state.split("+")
     return base in _USABLE and _HARMLESS.issuperset(flags)
 
 
 def nodes_in(text: str, *, cpus: int, gpus: bool) -> list[Node]:
-    """Read ``scontrol show node --oneliner``.
+    """Parse ``scontrol show node --oneliner``.
 
-    A machine without GPUs is left out of the partitions that have some, and altogether if it is in
-    no other one.
+    A machine without GPUs is excluded from partitions that have GPUs, and omitted if it is in no
+    other partition.
 
     Args:
-        cpus: the CPUs of a slot on the CPU.
-        gpus: whether GPUs are looked at.
+        cpus: CPUs per CPU slot.
+        gpus: whether to use GPUs.
     """
     found = []
     for line in text.splitlines():
@@ -134,7 +134,7 @@ def nodes_in(text: str, *, cpus: int, gpus: bool) -> list[Node]:
             kind, up = "cuda" if graphics else "cpu", is_usable(fields["State"])
             address = fields.get("NodeAddr", fields["NodeName"])
             each = cpus
-            if graphics:  # whole cores: Slurm gives no less, and the last GPU would find none
+            if graphics:  # whole cores: Slurm allocates no less, and the last GPU would get none
                 share, threads = cores // graphics, int(fields.get("ThreadsPerCore") or 1)
                 each = max(1, share - share % threads)
             found.append(Node(fields["NodeName"], slots, 0, kind, partitions, up, address, cpus=each))
@@ -147,14 +147,14 @@ def nodes_in(text: str, *, cpus: int, gpus: bool) -> list[Node]:
 
 
 def partitions_in(text: str) -> tuple[str, ...]:
-    """Read ``scontrol show partition --oneliner``: the names, the default first."""
+    """Parse ``scontrol show partition --oneliner``; return the names, the default first."""
     found = [fields_of(line) for line in text.splitlines() if "PartitionName=" in line]
     found.sort(key=lambda fields: fields.get("Default") != "YES")
     return tuple(fields["PartitionName"] for fields in found)
 
 
 def jobs_in(text: str) -> dict[str, tuple[int, JobStatus]]:
-    """Read squeue's list of our jobs: id and status, by the allocation whose name they have."""
+    """Parse squeue's list of our jobs; return id and status by allocation (from the job's name)."""
     found: dict[str, tuple[int, JobStatus]] = {}
     for line in text.splitlines():
         number, state, nodes, reason, name = line.split("|", 4)
@@ -166,7 +166,7 @@ def jobs_in(text: str) -> dict[str, tuple[int, JobStatus]]:
 
 
 def status_of(state: str, nodes: str, reason: str) -> JobStatus:
-    """Return a job's state from three columns of squeue."""
+    """Return a job's status from three columns of squeue."""
     why = "" if reason in ("None", "") else reason
     end = _ENDS.get(state)
     if end is not None:
@@ -187,14 +187,14 @@ _BUSY = re.compile(
 
 
 def is_busy(complaint: str) -> bool:
-    """Return whether Slurm has refused a command for a reason that is not the job's."""
+    """Return whether Slurm rejected a command for a reason unrelated to the job."""
     return _BUSY.search(complaint) is not None
 
 
 def arguments_of(section: Mapping[str, Any]) -> list[str]:
-    """Return the words of ``slurm.sbatch_args``; an item may have several: ``-A physics``.
+    """Return the words of ``slurm.sbatch_args``; one item may contain several: ``-A physics``.
 
-    Raises ConfigError for an option that is the master's.
+    Raises ConfigError for an option that the master sets itself.
     """
     where = "slurm.sbatch_args"
     words: list[str] = []
@@ -211,8 +211,8 @@ def arguments_of(section: Mapping[str, Any]) -> list[str]:
 
 
 def _options_in(word: str) -> list[str]:
-    """List the options that a word of a command line may mean: sbatch takes the beginning of a long
-    name, and several letters in one word."""
+    """List the options that a command line word may stand for: sbatch accepts abbreviated long
+    names, and several one-letter options in one word."""
     if word.startswith("--"):
         begin = word[2:].partition("=")[0]
         return [name for name in _GIVEN if len(name) > 1 and begin and name.startswith(begin)]
@@ -223,12 +223,12 @@ def _options_in(word: str) -> list[str]:
 
 
 def script(job: ClusterJob) -> str:
-    """Return the batch script of a job. ``slurm.sbatch_args`` of the experiment come last.
+    """Return the batch script of a job. The experiment's ``slurm.sbatch_args`` come last.
 
-    The batch step runs on the first node, and starts the trial on every node as a step. A node's
-    part that ends without a record of its own ends the step, so that others do not wait for it. It
-    does not stay in the folder in which the job was submitted: Python looks for modules there, and
-    on NFS a node that has just come back may not see it.
+    The batch step runs on the first node, and starts the trial on every node as a step. If a node's
+    part ends without recording its exit, the step ends, so that other nodes do not wait for it.
+    Each node changes from the submit folder to /: Python would search the submit folder for
+    modules, and on NFS a node that has just come back may not see it.
     """
     own = arguments_of(job.options)
     options = [
@@ -239,14 +239,14 @@ def script(job: ClusterJob) -> str:
         f"--output={job.folder / 'job.out'}",
         "--open-mode=append",
         "--no-requeue",  # the master starts the trial again
-        "--export=ALL",  # of what sbatch itself is given
+        "--export=ALL",  # from the environment passed to sbatch
     ]
-    if not any(word.startswith("--cpus-per-gpu") for word in own):  # they exclude each other
+    if not any(word.startswith("--cpus-per-gpu") for word in own):  # the options exclude each other
         options.append(f"--cpus-per-task={max(1, job.slots) * max(1, job.cpus)}")
     options += [f"--gpus-per-node={job.slots}"] if job.kind == "cuda" else []
     options += [f"--exclude={','.join(job.avoid)}"] if job.avoid else []
     step = "srun --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=0"
-    # a step does not inherit it: see srun(1)
+    # a step does not inherit --cpus-per-task: see srun(1)
     step += " ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"
     return "\n".join(
         [
@@ -261,7 +261,7 @@ def script(job: ClusterJob) -> str:
 
 
 class Slurm:
-    """The engine: each method is a command of Slurm's."""
+    """The Slurm engine: each method runs a Slurm command."""
 
     name, seconds, remote = "slurm", 1.0, True
 
@@ -298,7 +298,7 @@ class Slurm:
         for options in ([["--full", "--signal=KILL"]] if force else []) + [[]]:
             try:
                 self._run(["scancel", *options, str(number)])
-            except MasterError as error:  # also for a job that has ended in between
+            except MasterError as error:  # also raised if the job has ended in the meantime
                 refusal = refusal or error
         if refusal is not None:
             _, status = self._jobs().get(name, (0, JobStatus(end=JobEnd.UNKNOWN)))
@@ -309,14 +309,14 @@ class Slurm:
         return {name: status for name, (_, status) in self._jobs().items() if name in names}
 
     def close(self) -> None:
-        """Do nothing: Slurm is asked again each time."""
+        """Do nothing: there is no connection to Slurm."""
 
     def _jobs(self) -> dict[str, tuple[int, JobStatus]]:
         words = ["squeue", f"--user={os.getuid()}", "--states=all", "--noheader", f"--format={_FORMAT}"]
         return jobs_in(self._run(words))
 
     def _run(self, words: Sequence[str], text: str = "") -> str:
-        """Run a command; return what it prints. Raises MasterError with its complaint."""
+        """Run a command and return its output. Raises MasterError with its error output."""
         try:
             done = subprocess.run(
                 words, input=text, capture_output=True, text=True, env=self._env, timeout=_SECONDS, check=False

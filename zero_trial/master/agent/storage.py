@@ -1,9 +1,9 @@
 """Files of trials on this machine's disk: checkpoint storage, and the temporary directory of an
 allocation.
 
-The temporary directory is removed by the allocation's supervisor usually, and by the agent if the
-supervisor was killed. On a cluster it is on the node, and stays there in that case. A link in the
-allocation's folder, ``FOLDER/tmp``, records where it is.
+The allocation's supervisor usually removes the temporary directory; the agent removes it if the
+supervisor was killed. On a cluster the directory is on the node, and stays there in that case. A
+link in the allocation's folder, ``FOLDER/tmp``, records its location.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _SHARED_TMP = Path("/tmp")
 
 
 def base_of(config: Mapping[str, Any]) -> Path | None:
-    """Return the folder of all checkpoints; None if it is not on this machine's disk."""
+    """Return the folder that contains all checkpoints; None if it is not on this machine's disk."""
     section = config.get("checkpoint_storage") or {}
     if section.get("type") == "shared_fs":
         path = section.get("storage_path") or section.get("tensorboard_path") or section.get("checkpoint_path")
         host = Path(section["host_path"])
-        # an absolute storage_path below host_path stays as it is
+        # an absolute storage_path below host_path replaces host_path
         return host / path if path else host
     if section.get("type") == "directory":
         return Path(section["container_path"])
@@ -50,10 +50,10 @@ def base_of(config: Mapping[str, Any]) -> Path | None:
 
 
 def link(config: Mapping[str, Any], run_root: Path) -> None:
-    """Let a trial see ``host_path`` at its (moved) container path; create a missing folder.
+    """Link ``host_path`` to the (relocated) container path for a trial; create a missing folder.
 
-    Raises ConfigError for a folder that cannot be made, and OSError where the reason may be over
-    soon (a full disk).
+    Raises ConfigError if the folder cannot be created, and OSError if the reason may be temporary
+    (a full disk).
     """
     section = config.get("checkpoint_storage") or {}
     if section.get("type") == "directory":
@@ -77,9 +77,9 @@ def link(config: Mapping[str, Any], run_root: Path) -> None:
 
 
 def kept_in(config: Mapping[str, Any]) -> dict[str, str] | None:
-    """Return the folder of ``checkpoint_storage`` and the name that is written in it, by which
-    another machine sees that it has the same one; None if it is not on a disk, or cannot be read or
-    written here."""
+    """Return the folder of ``checkpoint_storage`` and the name written in it, by which another
+    machine verifies that it sees the same storage. Return None if the storage is not on a disk, or
+    cannot be read or written here."""
     section = config.get("checkpoint_storage") or {}
     key = {"shared_fs": "host_path", "directory": "container_path"}.get(str(section.get("type")))
     if key is None:
@@ -93,7 +93,7 @@ def kept_in(config: Mapping[str, Any]) -> dict[str, str] | None:
 
 
 def name_of(folder: Path) -> str:
-    """Return the name that `kept_in` has written into a folder; "" if there is none."""
+    """Return the name that `kept_in` wrote into a folder; "" if there is none."""
     try:
         return (folder / _NAME_FILE).read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -101,8 +101,8 @@ def name_of(folder: Path) -> str:
 
 
 def _give_name(folder: Path) -> str:
-    """Write a name into a folder, for all users to read; another master may have been first. A name
-    is never replaced: orders that wait in an engine's queue have it."""
+    """Write a name into a folder, readable by all users, unless another master was first. Never
+    replace a name: orders that wait in an engine's queue contain it."""
     draft = folder / f"{_NAME_FILE}.{uuid.uuid4().hex}"
     try:
         draft.write_text(uuid.uuid4().hex, encoding="ascii")
@@ -115,20 +115,20 @@ def _give_name(folder: Path) -> str:
 
 
 def look_anew(folder: Path) -> None:
-    """Let this machine see the files that others have written into a folder.
+    """Make files that other machines wrote into a folder visible on this machine.
 
-    A client of NFS keeps that a name does not exist until the attributes of the folder that it
-    keeps expire; it asks the server again once it has itself changed the folder.
+    An NFS client caches that a name does not exist until the folder's cached attributes expire.
+    Changing the folder from this machine makes the client ask the server again.
     """
     probe = folder / f".look-{os.getpid()}"
-    with contextlib.suppress(OSError):  # the storage is full: the files are seen later
+    with contextlib.suppress(OSError):  # the storage is full: the files become visible later
         probe.touch()
         probe.unlink()
 
 
 def folder_of(base: Path, name: str) -> Path | None:
-    """Return the folder of a checkpoint; None if it is missing, a link, or not named by a UUID.
-    Raises OSError if the storage cannot be read."""
+    """Return the folder of a checkpoint; None if the folder is missing, a link, or not named by a
+    UUID. Raises OSError if the storage cannot be read."""
     if not is_uuid(name):
         return None
     folder = base / name
@@ -139,7 +139,7 @@ def folder_of(base: Path, name: str) -> Path | None:
 
 
 def is_uuid(name: str) -> bool:
-    """Return whether ``name`` is a UUID as the harness writes it; it names a row and a folder."""
+    """Return whether ``name`` is a UUID as the harness writes it (row key and folder name)."""
     try:
         return str(uuid.UUID(name)) == name.lower()
     except ValueError:
@@ -147,7 +147,7 @@ def is_uuid(name: str) -> bool:
 
 
 def delete(base: Path, name: str) -> bool:
-    """Delete a checkpoint's folder, never following links; True if it was there."""
+    """Delete a checkpoint's folder without following links. Return True if the folder existed."""
     folder = folder_of(base, name)
     if folder is None:
         return False
@@ -156,11 +156,11 @@ def delete(base: Path, name: str) -> bool:
 
 
 def matching(base: Path, name: str, globs: Sequence[str]) -> list[Path]:
-    """List what ``det checkpoint rm --glob`` deletes of a checkpoint, files first.
+    """List the paths that ``det checkpoint rm --glob`` deletes from a checkpoint, files first.
 
-    The globs are those of Determined's SharedFSStorageManager: ``*`` and ``?`` stop at a slash and
-    skip hidden names, ``**`` spans folders, a folder goes with all that is in it, and ``**/*`` is
-    the whole checkpoint. But links that leave the checkpoint are not followed.
+    Globs work as in Determined's SharedFSStorageManager: ``*`` and ``?`` stop at a slash and skip
+    hidden names, ``**`` spans folders, a matching folder includes its contents, and ``**/*``
+    matches the whole checkpoint. Unlike there, links that leave the checkpoint are not followed.
     """
     folder = folder_of(base, name)
     if folder is None:
@@ -175,11 +175,11 @@ def matching(base: Path, name: str, globs: Sequence[str]) -> list[Path]:
 
 
 def delete_matching(base: Path, name: str, globs: Sequence[str]) -> None:
-    """Delete what `matching` lists, and the checkpoint's folder if nothing is left in it."""
+    """Delete the paths that `matching` lists, and the checkpoint's folder if it is then empty."""
     for path in matching(base, name, globs):
         if path.is_symlink() or path.is_file():
             path.unlink(missing_ok=True)
-        elif path.is_dir():  # unless it went with a folder above it
+        elif path.is_dir():  # unless deleted with a parent folder
             shutil.rmtree(path)
     folder = folder_of(base, name)
     if folder is not None and not contents(folder):
@@ -187,8 +187,8 @@ def delete_matching(base: Path, name: str, globs: Sequence[str]) -> None:
 
 
 def remaining(base: Path, name: str) -> dict[str, int]:
-    """List the files of a checkpoint that are there now, as `contents` does; none if its folder is
-    gone. Raises OSError if the storage is not there or cannot be read."""
+    """List the existing files of a checkpoint, as `contents` does; empty if its folder is missing.
+    Raises OSError if the storage is missing or cannot be read."""
     base.stat()
     folder = folder_of(base, name)
     return {} if folder is None else contents(folder)
@@ -200,8 +200,8 @@ def delete_tensorboard(base: Path, cluster_id: str, experiment_id: int) -> None:
 
 
 def contents(folder: Path) -> dict[str, int]:
-    """List the files below a folder with their sizes in bytes, and the folders with a slash and 0,
-    as Determined's harness reports a checkpoint. Raises OSError if one cannot be read."""
+    """Return the files below a folder with their sizes in bytes, and folders (with a slash) with
+    size 0, as Determined's harness does. Raises OSError if one cannot be read."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -217,10 +217,10 @@ def contents(folder: Path) -> dict[str, int]:
 
 
 def make_scratch(folder: Path, host: Mapping[str, str]) -> Path:
-    """Return the temporary directory of the allocation in ``folder``; make it if there is none.
+    """Return the temporary directory of the allocation in ``folder``; create it if missing.
 
-    It is made in the host's TMPDIR, or in /tmp if that path is too long. Raises OSError if it
-    cannot be made.
+    The directory is created in the host's TMPDIR, or in /tmp if that path is too long. Raises
+    OSError if it cannot be created.
     """
     link = folder / _SCRATCH_LINK
     if link.is_dir():
@@ -233,10 +233,10 @@ def make_scratch(folder: Path, host: Mapping[str, str]) -> Path:
 
 
 def remove_scratch(folder: Path, allocation_id: str | None = None) -> None:
-    """Remove the allocation's directory and files in /tmp; no effect if they are gone already.
+    """Remove the allocation's directory and files in /tmp; no effect if they do not exist.
 
     Args:
-        allocation_id: the folder's name unless it is that of one node.
+        allocation_id: required if ``folder`` is the folder of one node; default: the folder's name.
     """
     name = allocation_id or folder.name
     link = folder / _SCRATCH_LINK

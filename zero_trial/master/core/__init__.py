@@ -1,5 +1,5 @@
-"""The master without HTTP: events come in, the lifecycles, the search and the scheduler decide what
-follows, and it is stored and carried out."""
+"""The master without HTTP: lifecycles, search and scheduler decide how to react to each event; the
+decision is stored and then carried out."""
 
 from zero_trial.master.core.master import Master
 

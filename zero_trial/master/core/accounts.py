@@ -1,9 +1,9 @@
-"""Users, passwords and tokens, and what an allocation's token permits.
+"""Users, passwords and tokens, and the permissions of an allocation's token.
 
-There are two kinds of token. A user's (``Authorization: Bearer``) permits everything. An
-allocation's (``Grpc-Metadata-x-allocation-token: Bearer``) is given to one run of one trial and
-permits only requests about that allocation, its task, trial and experiment. The store keeps SHA-256
-digests of tokens and salted scrypt hashes of passwords.
+There are two kinds of token. A user's token (``Authorization: Bearer``) permits everything. An
+allocation's token (``Grpc-Metadata-x-allocation-token: Bearer``) belongs to one run of one trial
+and permits only requests about that allocation, its task, trial and experiment. The store contains
+only SHA-256 digests of tokens and salted scrypt hashes of passwords.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from zero_trial.util.files import write_atomic
 
 USER_HEADER = "authorization"
 TASK_HEADER = "grpc-metadata-x-allocation-token"
-LOCAL_USER = "determined"  # the user that Determined's clients take by default
+LOCAL_USER = "determined"  # the default user of Determined's clients
 _LOGIN_LASTS = 30 * 24 * 3600.0  # seconds until a login must be repeated
 
-# part of Determined's protocol: every client puts it before the password
+# part of Determined's protocol: every client prepends this salt to the password
 _CLIENT_SALT = "GubPEmmotfiK9TMD6Zdw"
-_COST = 2**14  # of scrypt: 16 MiB and some 40 ms a try (RFC 7914, section 2)
+_COST = 2**14  # of scrypt: 16 MiB and about 40 ms per attempt (RFC 7914, section 2)
 
 
 @dataclass(frozen=True)
 class Principal:
-    """The sender of a request: a user or an allocation; both are None where no token is needed."""
+    """The sender of a request: a user or an allocation; both are None if no token is needed."""
 
     user: User | None = None
     allocation: Allocation | None = None
@@ -47,28 +47,28 @@ class Principal:
 
 
 def new_token() -> str:
-    """Make a token of 256 random bits, safe in a header, a URL and a shell."""
+    """Return a token of 256 random bits, safe in a header, a URL and a shell."""
     return secrets.token_urlsafe(32)
 
 
 def digest(token: str) -> str:
-    """Return what the store keeps of a token: its SHA-256. A random token needs no salt."""
+    """Return the stored form of a token: its SHA-256. A random token needs no salt."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def client_hash(password: str) -> str:
-    """Hash a password as clients do (``isHashed``): salted SHA-512; an empty one stays empty."""
+    """Hash a password as clients do (``isHashed``): salted SHA-512; "" stays ""."""
     return hashlib.sha512((_CLIENT_SALT + password).encode()).hexdigest() if password else ""
 
 
 def store_password(sent: str) -> str:
-    """Return what the store keeps of a password that was sent: ``scrypt$salt$hash``."""
+    """Return the stored form of a password as sent by a client: ``scrypt$salt$hash``."""
     salt = secrets.token_bytes(16)
     return f"scrypt${salt.hex()}${_scrypt(sent, salt).hex()}"
 
 
 def check_password(stored: str, sent: str) -> bool:
-    """Return whether ``sent`` is the stored password; takes as long if there is none."""
+    """Return whether ``sent`` is the stored password. Runs equally long if none is stored."""
     kind, _, rest = stored.partition("$")
     salt, _, kept = rest.partition("$")
     known = kind == "scrypt" and bool(kept)
@@ -81,15 +81,15 @@ def _scrypt(text: str, salt: bytes) -> bytes:
 
 
 def require_owner(user: User, owner: str, name: str) -> None:
-    """Raise PermissionDenied unless a user owns what has this name, or is an administrator."""
+    """Raise PermissionDenied unless the user is an administrator or the owner of ``name``."""
     if user.name != owner and not user.admin:
         raise PermissionDenied(f"only the owner of {name} and administrators may do this")
 
 
 def require_own(allocation: Allocation, **asked: object) -> None:
-    """Raise PermissionDenied unless everything asked for is the allocation's own.
+    """Raise PermissionDenied unless every id in ``asked`` is the allocation's own.
 
-    Names: allocation_id, task_id, trial_id, experiment_id, resources_id.
+    Keywords: allocation_id, task_id, trial_id, experiment_id, resources_id.
     """
     own: dict[str, object] = {
         "allocation_id": allocation.id,
@@ -124,7 +124,7 @@ class AccountService:
     # -- users
 
     def user(self, name: str) -> User | None:
-        """Return the user of this name; None if there is none."""
+        """Return the user with this name; None if there is none."""
         return self._state.read(user_rows.user, name)
 
     def users(self) -> list[User]:
@@ -134,7 +134,7 @@ class AccountService:
     def add_user(
         self, name: str, sent_password: str, *, admin: bool, active: bool = True, display_name: str = ""
     ) -> User:
-        """Create a user; clients have hashed the password. Raises Invalid for a bad name."""
+        """Create a user; the client hashed the password. Raises Invalid for a bad or taken name."""
         if not name or name != name.strip() or len(name) > 128 or not name.isprintable():
             raise Invalid("a username must be 1 to 128 printable characters, without leading or trailing spaces")
         stored = store_password(sent_password)
@@ -145,15 +145,15 @@ class AccountService:
             return replace(made, id=user_rows.add_user(connection, made))
 
     def change_user(self, number: int, token: str, **columns: Any) -> User:
-        """Set columns of a user for the owner of ``token``. A new password revokes all other tokens
-        of the user.
+        """Set columns of a user, with the permissions of the owner of ``token``. A new password
+        revokes all other tokens of the user.
 
-        Raises NotFound, PermissionDenied (users change only their own password and shown name,
-        administrators everything), or Conflict for a change that would lock administrators out.
+        Raises NotFound, PermissionDenied (only administrators can change more than their own
+        password and display name), or Conflict for a change that would lock administrators out.
         """
         with self._state.database.transaction() as connection:
             user = existing(user_rows.user(connection, number), f"user {number}")
-            # read again: another request may have revoked the token or demoted its owner
+            # read the token again: another request may have revoked it or demoted its owner
             sender = user_rows.token(connection, digest(token), self._state.clock())
             if not isinstance(sender, User) or not sender.active:
                 raise PermissionDenied("this needs a user's token")
@@ -174,18 +174,18 @@ class AccountService:
             after = existing(user_rows.user(connection, number), f"user {number}")
         file = self._state.directory.account
         if "password" in columns and user.name == LOCAL_USER and file.exists():
-            self.ensure_local_user(file)  # with a token that is still good
+            self.ensure_local_user(file)  # writes a valid token to the file
         return after
 
     # -- tokens
 
     def drop_token(self, token_digest: str) -> None:
-        """Delete a token; no effect if it is unknown."""
+        """Delete a token; no effect if the token is unknown."""
         with self._state.database.transaction() as connection:
             drop(connection, "tokens", "digest", token_digest)
 
     def token_owner(self, token_digest: str) -> Principal | None:
-        """Return the owner of a token; None if it is unknown, has expired or its run has ended."""
+        """Return the owner of a token; None if it is unknown or expired, or its run ended."""
         with self._state.database.reading() as connection:
             found = user_rows.token(connection, token_digest, self._state.clock())
             run = trial_rows.allocation(connection, found) if isinstance(found, str) else None
@@ -196,10 +196,10 @@ class AccountService:
         return Principal(allocation=run)
 
     def identify(self, user_token: str | None, task_token: str | None) -> Principal | None:
-        """Return the sender of a request by its tokens; the user's token comes first.
+        """Return the sender of a request by its tokens; the user's token takes precedence.
 
         An allocation may send its token in the user's header, as the SDK does with
-        ``DET_USER_TOKEN``; a user's token in the header of allocations is ignored.
+        ``DET_USER_TOKEN``. A user's token in the allocation header is ignored.
         """
         if user_token is not None:
             owner = self.token_owner(digest(user_token))
@@ -212,10 +212,10 @@ class AccountService:
         return None
 
     def login(self, name: str, password: str, *, is_hashed: bool) -> tuple[User, str]:
-        """Return the user and a fresh token.
+        """Return the user and a new token.
 
-        Raises PermissionDenied, always with the same text, for a wrong name, a wrong password, and
-        a user who is not active.
+        Raises PermissionDenied for a wrong name, a wrong password, or an inactive user, with the
+        same message in all cases.
         """
         sent = password if is_hashed else client_hash(password)
         user = self.user(name)
@@ -224,10 +224,10 @@ class AccountService:
         return user, self.grant(user, lasts=_LOGIN_LASTS)
 
     def grant(self, user: User, *, lasts: float | None) -> str:
-        """Make a token of a user, good for ``lasts`` seconds (None: until it is dropped).
+        """Create a token for a user, valid for ``lasts`` seconds (None: until it is deleted).
 
-        Raises PermissionDenied if the password of ``user`` is no longer the stored one, or the user
-        is no longer active.
+        Raises PermissionDenied if the password of ``user`` is no longer the stored password, or if
+        the user is no longer active.
         """
         token, now = new_token(), self._state.clock()
         with self._state.database.transaction() as connection:
@@ -242,12 +242,12 @@ class AccountService:
     # -- the local user
 
     def ensure_local_user(self, file: Path) -> Credentials:
-        """Return the credentials of the local user, kept in ``file`` (mode 0600) from one start of
-        the master to the next.
+        """Return the credentials of the local user, which ``file`` (mode 0600) preserves across
+        restarts of the master.
 
-        Password and token are random. A token is made where there is none that is still good, a
-        password where there is none; one that the user has set stays, and is not in the file.
-        Without the file both are made again. Anyone who can read the file is that user.
+        Password and token are random. Create a token if there is no valid one, and a password if
+        there is none. A password set by the user is kept, and is not in the file. If the file is
+        missing, create both again. Anyone who can read the file can act as that user.
         """
         kept = _read(file)
         user = self.user(LOCAL_USER)
@@ -259,8 +259,8 @@ class AccountService:
             kept.password if kept is not None and check_password(user.password, client_hash(kept.password)) else ""
         )
         if kept is None or not user.password:
-            # Determined's command asks for 8 characters with an upper-case letter, a lower-case one
-            # and a digit.
+            # Determined's command requires 8 characters, including an upper-case letter, a
+            # lower-case letter and a digit.
             password = f"Zt1{secrets.token_urlsafe(15)}"
             user = replace(user, password=store_password(client_hash(password)), active=True)
             with self._state.database.transaction() as connection:

@@ -1,9 +1,9 @@
-"""Checkpoints: the service, the policy of garbage collection, and the thread that deletes files.
+"""Checkpoints: the service, the garbage collection policy, and the thread that deletes files.
 
-A checkpoint of an ended experiment is kept if it is among the ``save_experiment_best`` best of the
-experiment, or among the ``save_trial_best`` best or the ``save_trial_latest`` newest of its trial.
-"Best" means by the searcher's metric of the validation at the checkpoint's step; a checkpoint
-without that metric is never among the best.
+A checkpoint of an ended experiment is kept if it is one of the ``save_experiment_best`` best of the
+experiment, or one of the ``save_trial_best`` best or the ``save_trial_latest`` newest of its trial.
+"Best" refers to the searcher's metric in the validation at the checkpoint's step. A checkpoint
+without that metric is never one of the best.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CheckpointService:
         return existing(self._state.read(checkpoint_rows.get, uuid), f"checkpoint {uuid}")
 
     def directory(self, uuid: str) -> Path:
-        """Return its folder. Raises NotFound if it is gone, Unsupported if it is elsewhere."""
+        """Return its folder. Raises NotFound if it is gone, Unsupported if not on a local disk."""
         base = _required_base(self.get(uuid))
         with _reading_storage(uuid):
             folder = storage.folder_of(base, uuid)
@@ -59,8 +59,8 @@ class CheckpointService:
         return folder
 
     def storage_number(self, section: Mapping[str, Any]) -> int:
-        """Return the number under which trials report what they save in a ``checkpoint_storage``.
-        Raises Invalid for one whose folder cannot be told."""
+        """Return the id by which trials report checkpoints saved in a ``checkpoint_storage``.
+        Raises Invalid if the section's folder cannot be determined."""
         folder = {"shared_fs": "host_path", "directory": "container_path"}.get(str(section.get("type")))
         path = section.get(folder) if folder else "/"
         inner = section.get("storage_path") if folder == "host_path" else None
@@ -74,10 +74,10 @@ class CheckpointService:
             return checkpoint_rows.storage_number(tx.connection, section)
 
     def report(self, checkpoint: Checkpoint) -> None:
-        """Store a checkpoint that a trial has saved.
+        """Store the record of a checkpoint that a trial has saved.
 
-        Of ``checkpoint``, uuid, allocation_id ("" for an unmanaged trial's), task_id, metadata,
-        resources, reported, state and storage_id are read.
+        Reads these fields of ``checkpoint``: uuid, allocation_id ("" for an unmanaged trial),
+        task_id, metadata, resources, reported, state and storage_id.
         """
         if not storage.is_uuid(checkpoint.uuid):
             raise Invalid("not a UUID", where="uuid", got=repr(checkpoint.uuid)[:60])
@@ -100,9 +100,9 @@ class CheckpointService:
                 trial_rows.change(tx.connection, trial_id, latest_checkpoint=stored.uuid)
 
     def record_files(self, uuid: str, resources: Mapping[str, int], *, unless_registered: str = "") -> None:
-        """Record the files that are there now: none left means DELETED, others than were known
-        PARTIALLY_DELETED. What a deleted one had stays recorded. ``unless_registered``: the verb
-        with which Invalid is raised for a registered one."""
+        """Record the files that exist now: no files means DELETED; a different set than before
+        means PARTIALLY_DELETED. A deleted checkpoint keeps its last file list.
+        ``unless_registered``: raise Invalid with this verb if the checkpoint is registered."""
         with transaction(self._state) as tx:
             if unless_registered:
                 require_unregistered(tx.connection, [uuid], unless_registered)
@@ -110,8 +110,8 @@ class CheckpointService:
             if not resources:
                 checkpoint_rows.change(tx.connection, uuid, state=CheckpointState.DELETED)
                 return
-            # metadata.json is in each folder, and older harnesses did not report it; nor does every
-            # client report folders
+            # every folder contains metadata.json, but older harnesses did not report it, and some
+            # clients do not report folders
             unreported = {name: size for name, size in resources.items() if name == "metadata.json"}
             before, now = (
                 {name: size for name, size in each.items() if not name.endswith("/")}
@@ -123,7 +123,7 @@ class CheckpointService:
             checkpoint_rows.change(tx.connection, uuid, resources=dict(resources), size=size, state=state)
 
     def set_metadata(self, uuid: str, metadata: Mapping[str, Any]) -> None:
-        """Replace the metadata that clients see; the step that it was saved at stays."""
+        """Replace the metadata that clients see; the recorded steps_completed does not change."""
         with transaction(self._state) as tx:
             existing(checkpoint_rows.get(tx.connection, uuid, derived=False), f"checkpoint {uuid}")
             checkpoint_rows.change(tx.connection, uuid, metadata=dict(metadata))
@@ -138,15 +138,14 @@ class CheckpointService:
 
     def remove_files(self, uuids: Sequence[str], globs: Sequence[str]) -> None:
         """Delete the files and folders of these checkpoints that match a glob (`storage.matching`);
-        without globs only read the sizes of their files again.
+        without globs, only refresh the recorded file sizes.
 
-        A checkpoint of which nothing matches stays as it is; one of which something is left is
-        PARTIALLY_DELETED, another DELETED. Raises Invalid for a glob that is empty or contains
-        ``..``.
+        A checkpoint without a match is unchanged. After a deletion it is PARTIALLY_DELETED if files
+        are left, else DELETED. Raises Invalid for a glob that is empty or contains ``..``.
 
-        Nothing is touched unless all of them may be deleted. Then one checkpoint after the other is
-        marked and its files are deleted. If a file cannot be deleted, those before it are recorded
-        as done, those after it are untouched, and the call can be repeated.
+        Nothing is changed unless all the checkpoints may be deleted. Then the checkpoints are
+        marked and their files deleted one by one. If a file cannot be deleted, earlier checkpoints
+        are recorded as done, later ones are unchanged, and the call can be repeated.
         """
         globs = [glob.strip() for glob in globs]
         for glob in globs:
@@ -168,7 +167,7 @@ class CheckpointService:
         try:
             if storage.matching(base, uuid, globs):
                 with transaction(self._state) as tx:
-                    # again: a trial may have started from it meanwhile
+                    # check again: a trial may have started from this checkpoint in the meantime
                     _require_deletable(tx.connection, uuid)
                     checkpoint_rows.change(tx.connection, uuid, state=CheckpointState.PARTIALLY_DELETED)
                 storage.delete_matching(base, uuid, globs)
@@ -178,7 +177,7 @@ class CheckpointService:
 
 @contextlib.contextmanager
 def _reading_storage(uuid: str) -> Iterator[None]:
-    """Raise an OSError of the block as a ZeroTrialError, or NotFound for missing storage."""
+    """Convert an OSError of the block to NotFound (storage is missing) or ZeroTrialError."""
     try:
         yield
     except FileNotFoundError as error:
@@ -219,10 +218,10 @@ def require_not_in_use(connection: sqlite3.Connection, uuids: Iterable[str]) -> 
 
 
 def require_unregistered(connection: sqlite3.Connection, uuids: Iterable[str], verb: str) -> None:
-    """Raise Invalid, in Determined's words, if one of these checkpoints is a version of a model.
+    """Raise Invalid, with Determined's message, if one of these checkpoints is a model version.
 
     Args:
-        verb: what cannot be done to them: "deleted" or "patched".
+        verb: the rejected operation: "deleted" or "patched".
     """
     found = checkpoint_rows.registered(connection, uuids)
     if found:
@@ -236,7 +235,7 @@ def require_unregistered(connection: sqlite3.Connection, uuids: Iterable[str], v
 
 
 def require_ended(tx: Transaction, experiment_id: int) -> None:
-    """Raise Conflict for an experiment that has not ended, or is being deleted."""
+    """Raise Conflict for an experiment that has not ended, or that is being deleted."""
     state = tx.state_of(experiment_id)
     if not state.final or state is ExperimentState.DELETING:
         raise Conflict(
@@ -247,8 +246,8 @@ def require_ended(tx: Transaction, experiment_id: int) -> None:
 
 
 def begin_deletion(tx: Transaction, experiment_id: int) -> None:
-    """Begin to delete an ended experiment with its checkpoints. Raises Conflict for another,
-    Invalid if one of them is registered."""
+    """Begin to delete an ended experiment with its checkpoints. Raises Conflict if it has not
+    ended, and Invalid if one of its checkpoints is registered."""
     require_ended(tx, experiment_id)
     saved = checkpoint_rows.of_experiment(tx.connection, experiment_id)
     require_not_in_use(tx.connection, (item.uuid for item in saved))
@@ -259,8 +258,8 @@ def begin_deletion(tx: Transaction, experiment_id: int) -> None:
 
 
 def _saved_by(connection: sqlite3.Connection, checkpoint: Checkpoint) -> tuple[int, int, str]:
-    """Return the trial, its experiment and the task that have saved a checkpoint: those of its
-    allocation; without one, of its task, which must be an unmanaged trial's."""
+    """Return the trial id, experiment id and task id that saved a checkpoint: from its allocation
+    if named, otherwise from its task, which must belong to an unmanaged trial."""
     if checkpoint.allocation_id:
         name = checkpoint.allocation_id
         run = existing(trial_rows.allocation(connection, name), f"allocation {name}")
@@ -273,7 +272,7 @@ def _saved_by(connection: sqlite3.Connection, checkpoint: Checkpoint) -> tuple[i
 
 
 def _base(checkpoint: Checkpoint) -> Path | None:
-    """Return the folder in which a checkpoint is; None if it is not on this machine's disk."""
+    """Return the folder that contains a checkpoint; None if it is not on this machine's disk."""
     own = {"checkpoint_storage": checkpoint.storage}
     return storage.base_of(checkpoint.experiment_config if checkpoint.storage is None else own)
 
@@ -295,7 +294,7 @@ def needed(connection: sqlite3.Connection) -> set[str]:
 
 
 def _require_deletable(connection: sqlite3.Connection, uuid: str) -> None:
-    """Raise NotFound, Conflict if a trial or experiment needs it, or Invalid if registered."""
+    """Raise NotFound, Conflict if a trial or experiment needs it, Invalid if registered."""
     found = existing(checkpoint_rows.get(connection, uuid, derived=False), f"checkpoint {uuid}")
     trial = None if found.trial_id is None else trial_rows.get(connection, found.trial_id)
     if trial is not None and not trial.state.final and trial.latest_checkpoint == uuid:
@@ -305,7 +304,7 @@ def _require_deletable(connection: sqlite3.Connection, uuid: str) -> None:
 
 
 def _count(value: object, where: str) -> int:
-    """Return a whole number that the store can hold. Raises Invalid."""
+    """Return ``value`` as an integer that fits the store. Raises Invalid."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
@@ -319,7 +318,7 @@ _RETRY_SECONDS = 600.0
 
 
 def policy_of(config: Mapping[str, Any]) -> GcPolicy:
-    """Return the policy of a completed config."""
+    """Return the garbage collection policy of a completed config."""
     section = config.get("checkpoint_storage") or {}
     return GcPolicy(
         int(section.get("save_experiment_best", 0)),
@@ -335,7 +334,7 @@ def superfluous(
 
     Args:
         saved: all checkpoints of one experiment.
-        keep: UUIDs that are kept anyway, because another experiment starts from them.
+        keep: UUIDs to keep anyway: registered, or another experiment starts from them.
     """
     there = [item for item in saved if item.state is CheckpointState.COMPLETED]
     kept = set(keep) | _best(there, policy.save_experiment_best, smaller_is_better)
@@ -358,11 +357,11 @@ def _best(saved: Iterable[Checkpoint], count: int, smaller_is_better: bool) -> s
 
 
 class GarbageCollector:
-    """Deletes superfluous checkpoints and deleted experiments in a thread of its own, whenever the
-    state has garbage.
+    """Deletes superfluous checkpoints and deleted experiments in its own thread, whenever
+    ``has_garbage`` is set.
 
-    Every deletion can be repeated: what a crash interrupts is done again by the next master, and a
-    checkpoint whose files could not be deleted is tried again every ten minutes.
+    Every deletion can be repeated: the next master redoes deletions that a crash interrupted, and
+    checkpoints whose files could not be deleted are retried every ten minutes.
     """
 
     def __init__(self, state: MasterState) -> None:
@@ -393,7 +392,7 @@ class GarbageCollector:
                     log.exception("garbage collection failed")
 
     def collect(self) -> None:
-        """Delete all that is to be deleted now."""
+        """Delete everything that is due for deletion."""
         for number in self._state.read(experiment_rows.to_collect):
             with self._guarded(number):
                 self._apply_policy(number)
@@ -406,14 +405,14 @@ class GarbageCollector:
 
     @contextlib.contextmanager
     def _guarded(self, number: int) -> Iterator[None]:
-        """Log what one deletion raises: it is tried again, and must not keep the others."""
+        """Log an exception of one deletion: it is retried later, and must not block the others."""
         try:
             yield
         except Exception:
             log.exception("garbage collection of experiment %d failed and will be retried", number)
 
     def _apply_policy(self, number: int) -> None:
-        """Mark the checkpoints of an ended experiment that its policy does not keep."""
+        """Mark the checkpoints that an ended experiment's policy does not keep."""
         with transaction(self._state) as tx:
             experiment = experiment_rows.get(tx.connection, number, derived=False)
             experiment_rows.change(tx.connection, number, collect=0)
@@ -441,11 +440,11 @@ class GarbageCollector:
         left = checkpoint.resources
         try:
             storage.delete(base, checkpoint.uuid)
-        except OSError as error:  # it stays marked: the next look tries again
+        except OSError as error:  # the checkpoint stays marked: the next collection retries
             if checkpoint.state is not CheckpointState.PARTIALLY_DELETED:
                 log.warning("checkpoint %s could not be deleted and will be retried: %s", checkpoint.uuid, error)
             state, doomed = CheckpointState.PARTIALLY_DELETED, 1
-            with contextlib.suppress(OSError):  # the storage cannot even be read
+            with contextlib.suppress(OSError):  # the storage may not even be readable
                 left = storage.remaining(base, checkpoint.uuid)
         else:
             state, doomed = CheckpointState.DELETED, 0
@@ -487,4 +486,4 @@ class GarbageCollector:
             return
         storage.delete_tensorboard(base, self._state.info.cluster_id, experiment.id)
         with contextlib.suppress(OSError):
-            base.joinpath(self._state.info.cluster_id).rmdir()  # only if nothing else is in it
+            base.joinpath(self._state.info.cluster_id).rmdir()  # only succeeds if empty

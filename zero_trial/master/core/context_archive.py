@@ -1,9 +1,9 @@
-"""A submitted model definition as a clean .tar.gz: plain files and directories inside one
-directory, and nothing else.
+"""A submitted model definition as a clean .tar.gz: one directory that contains only plain files and
+directories.
 
-Clients send a list of files (``modelDefinition``) with any paths, types and sizes. Nothing of it is
-unpacked: a new archive is written in memory from the parts that are allowed, so that it has no
-link, no device, no owner and no path that leads outside. Sources of that one are looked at.
+Clients send a list of files (``modelDefinition``) with arbitrary paths, types and sizes. Nothing is
+unpacked. A new archive is written in memory from the allowed parts, so it contains no links,
+devices, owners or paths that lead outside. Checks of the sources read this new archive.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ MAX_BYTES = (
 )  # of all contents: what Determined's own client sends at most (95 MiB)
 MAX_FILES = 20_000
 _MAX_PATH = 1024  # bytes of a path
-_MAX_PART = 255  # bytes of one name in it, what file systems take
+_MAX_PART = 255  # bytes of one path component, the limit of common file systems
 
 _HOOK = "startup-hook.sh"
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 _LARGEST_CONFIG = 4 << 20  # bytes of a file that may hold a ds_config
-_LARGEST_SOURCES = 2 << 20  # bytes of Python that are read before an experiment starts
+_LARGEST_SOURCES = 2 << 20  # bytes of Python source that are checked before an experiment starts
 _IMPORTS_DEEPSPEED = re.compile(rb"^(import|from) deepspeed\b", re.MULTILINE)
 _OURS = frozenset({"zero_trial.run", AS_DETERMINED})
-_MOVES = frozenset({"--model-dir", "cd", "sh", "bash"})  # words by which the ranks' folder may be another one
+_MOVES = frozenset({"--model-dir", "cd", "sh", "bash"})  # words after which the ranks may run in another folder
 
 
 @dataclass(frozen=True)
 class ArchiveEntry:
-    """One file or directory of a model definition; ``content`` None is a directory."""
+    """One file or directory of a model definition. A directory has the ``content`` None."""
 
     path: str
     content: bytes | None
@@ -56,7 +56,7 @@ class ArchiveEntry:
 
 
 def from_model_definition(files: Sequence[Mapping[str, Any]]) -> bytes:
-    """Make the .tar.gz of ``[{path, type, content, mtime, mode, ...}]`` as clients send it.
+    """Build the .tar.gz from ``[{path, type, content, mtime, mode, ...}]`` as clients send it.
 
     Raises Invalid, with the path, for anything that is not allowed.
     """
@@ -74,7 +74,7 @@ def _entry(file: Mapping[str, Any]) -> ArchiveEntry:
     path = clean_path(file["path"])
     kind = chr(_integer(file.get("type"), ord("0")) & 0x7F).encode()
     mode, mtime = _integer(file.get("mode"), 0o644), _integer(file.get("mtime"), 0)
-    if not 0 <= mode < 1 << 32:  # Go sends the type of a file in the upper bits
+    if not 0 <= mode < 1 << 32:  # Go sends the file type in the upper bits
         raise Invalid(f"the mode of {path!r} is not a file mode", got=mode)
     if kind == tarfile.DIRTYPE:
         return ArchiveEntry(path, None, mode, mtime)
@@ -93,7 +93,7 @@ def _entry(file: Mapping[str, Any]) -> ArchiveEntry:
 
 
 def clean_path(path: str) -> str:
-    """Return a path in its shortest form. Raises Invalid unless it is relative and stays inside."""
+    """Return the normalized path. Raises Invalid unless the path is relative and stays inside."""
     shown = path if len(path) <= 80 else path[:77] + "..."
     if not path or path.startswith("/") or "\\" in path or "\0" in path:
         raise Invalid(
@@ -111,13 +111,13 @@ def clean_path(path: str) -> str:
 
 
 def write(entries: Iterable[ArchiveEntry]) -> bytes:
-    """Make a .tar.gz of the entries: owner root, no special bits, parents before children.
+    """Build a .tar.gz of the entries: owner root, no special bits, parents before children.
 
-    Raises Invalid for duplicate paths and for more than MAX_BYTES.
+    Raises Invalid for duplicate paths, and if the contents exceed MAX_BYTES.
     """
     kept = _checked(entries)
     raw = io.BytesIO()
-    # mtime 0: the same files give the same bytes.
+    # mtime 0: the same files produce the same bytes.
     with (
         gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=1, mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
@@ -166,7 +166,7 @@ def _header(entry: ArchiveEntry) -> tarfile.TarInfo:
 
 
 def _integer(value: Any, default: int) -> int:
-    """Read an integer; protobuf sends those of 64 bits as text. Raises Invalid."""
+    """Return ``value`` as an integer; protobuf sends 64-bit integers as text. Raises Invalid."""
     if value is None or value == "":
         return default
     try:
@@ -177,14 +177,14 @@ def _integer(value: Any, default: int) -> int:
 
 @dataclass(frozen=True)
 class Context:
-    """The part of a context directory that the master itself reads."""
+    """The parts of a context directory that the master itself reads."""
 
     files: Mapping[str, bytes]
     has_hook: bool
 
 
 def read_context(tgz: bytes) -> Context:
-    """Read the small configuration files of a clean .tar.gz."""
+    """Read the small configuration files in a clean .tar.gz."""
     files: dict[str, bytes] = {}
     has_hook = False
     if not tgz:
@@ -200,12 +200,12 @@ def read_context(tgz: bytes) -> Context:
 
 
 def check_model(config: Mapping[str, Any], tgz: bytes) -> None:
-    """Refuse an experiment whose model definition shows that its ranks would fail before they
-    train: there is no such class, no such ds_config file, or no deepspeed to import.
+    """Reject an experiment if its model definition shows that the ranks would fail before they
+    train: the class or the ds_config file does not exist, or deepspeed cannot be imported.
 
-    What only running could show passes: programs that are not ours, one that changes or names its
-    folder, a startup hook, which may write files, and sources too large to be read here. Raises
-    Invalid.
+    Cases that only a run can decide are accepted: programs other than ours, programs that change or
+    name their folder, startup hooks (they may write files), and sources too large to read here.
+    Raises Invalid.
     """
     given = config.get("entrypoint")
     words = given.split() if isinstance(given, str) else [str(word) for word in given or ()]
@@ -236,7 +236,7 @@ def check_model(config: Mapping[str, Any], tgz: bytes) -> None:
 
 def _check_deepspeed(words: Sequence[str], archive: tarfile.TarFile, files: Mapping[str, tarfile.TarInfo]) -> None:
     """Raise Invalid if Determined's launcher for DeepSpeed, or the module of a ``module:Class``
-    without a command, would import deepspeed and not find it."""
+    entrypoint without a command, would import deepspeed but could not find it."""
     if importlib.util.find_spec("deepspeed") is not None or any(name.startswith("deepspeed/") for name in files):
         return
     if DEEPSPEED_LAUNCHER not in words:
@@ -254,7 +254,7 @@ def _check_deepspeed(words: Sequence[str], archive: tarfile.TarFile, files: Mapp
 
 
 def _check_class(words: Sequence[str], archive: tarfile.TarFile, files: Mapping[str, tarfile.TarInfo]) -> None:
-    """Raise Invalid where the sources show that the entrypoint's class does not exist."""
+    """Raise Invalid if the sources show that the entrypoint's class does not exist."""
     try:
         entrypoint = parse_entrypoint(words)
         stem = entrypoint.module.replace(".", "/")

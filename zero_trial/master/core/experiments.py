@@ -1,4 +1,4 @@
-"""Experiments as a whole: create, run, change, delete."""
+"""Experiments: create, run, change, delete."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _RANK_PER_SLOT = re.compile(r"determined\.launch\.(torch_distributed|deepspeed)\
 
 
 class ExperimentService:
-    """Creates, steers, changes and deletes experiments."""
+    """Creates, runs, changes and deletes experiments."""
 
     def __init__(self, state: MasterState) -> None:
         self._state = state
@@ -57,10 +57,10 @@ class ExperimentService:
     # -- creation
 
     def create(self, new: NewExperiment) -> Created:
-        """Validate a submission, store it and (if asked) activate it.
+        """Validate a submission, store it, and activate it if requested.
 
-        Raises Invalid with all errors of the configuration, or if it needs more slots than there
-        are.
+        Raises Invalid with all errors of the configuration, or if the experiment needs more slots
+        than the machines have.
         """
         template: Json | None = None
         if new.template:
@@ -80,7 +80,7 @@ class ExperimentService:
         if new.validate_only:
             return Created(draft, done.config, warnings)
         with transaction(self._state) as tx:
-            # again: they may have been deleted meanwhile
+            # check again: the checkpoint or project may have been deleted in the meantime
             check_source(tx.connection, done.config)
             existing(user_rows.project(tx.connection, project), f"project {project}")
             number = experiment_rows.add(tx.connection, draft, new.context)
@@ -89,8 +89,8 @@ class ExperimentService:
         return Created(self.get(number), done.config, warnings)
 
     def _create_unmanaged(self, new: NewExperiment, template: Json | None) -> Created:
-        """Store an experiment whose trials report from outside: it needs no entrypoint, no slots
-        and no search. One whose external id is known gets the new configuration."""
+        """Store an experiment whose trials report from outside; it needs no entrypoint, no slots
+        and no search. If the external id is known, replace the configuration of that experiment."""
         written = _mapping(new.config_text, "config")
         entrypoint = written.get("entrypoint") or (template or {}).get("entrypoint")
         stand_in = {**written, "entrypoint": entrypoint or "none"}
@@ -117,7 +117,7 @@ class ExperimentService:
     def _complete_in_place(
         self, source: str | Mapping[str, Any], template: Json | None, project_id: int
     ) -> tuple[CompletedConfig, int]:
-        """Complete a config with the checkpoint_storage of its workspace; return its project."""
+        """Complete a config with its workspace's checkpoint_storage; also return its project."""
         done = self._complete(source, template)
         with self._state.database.reading() as connection:
             workspace, project = place_of(connection, done.config, project_id)
@@ -126,7 +126,7 @@ class ExperimentService:
         return done, project.id
 
     def check_storage(self, section: Mapping[str, Any]) -> None:
-        """Raise Invalid for what no experiment may have as its ``checkpoint_storage``."""
+        """Raise Invalid if no experiment can have this section as its ``checkpoint_storage``."""
         searcher = {"name": "single", "metric": "none"}
         self._complete({"entrypoint": "none", "searcher": searcher, "checkpoint_storage": dict(section)})
 
@@ -153,7 +153,7 @@ class ExperimentService:
             raise Invalid(str(error)) from error
 
     def _check_here(self, config: Mapping[str, Any]) -> list[str]:
-        """Refuse what no experiment here may have; warn of what is done differently."""
+        """Raise Invalid for settings rejected by this master; warn about differences."""
         check_size(config)
         refuse_control_characters(str(config.get("name") or ""))
         self._pool_of(config)
@@ -163,7 +163,7 @@ class ExperimentService:
         return []
 
     def _pool_of(self, config: Mapping[str, Any]) -> str:
-        """Return the resource pool of an experiment. Raises Invalid if it does not exist."""
+        """Return the resource pool of an experiment. Raises Invalid if the pool does not exist."""
         pools = self._state.agent.pools()
         pool = str(config["resources"]["resource_pool"] or pools[0])
         if pool not in pools:
@@ -173,11 +173,11 @@ class ExperimentService:
         return pool
 
     def _placed(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config with the pool in which the experiment runs, as a cluster does."""
+        """Return the config with its resource pool filled in, as Determined's master does."""
         return {**config, "resources": {**config["resources"], "resource_pool": self._pool_of(config)}}
 
     def _check_machine(self, config: Mapping[str, Any]) -> list[str]:
-        """Refuse what can never run here; warn of what runs differently."""
+        """Raise Invalid for settings that can never run here; return warnings about differences."""
         warnings = self._check_here(config)
         resources = config.get("resources") or {}
         wanted, pool = resources.get("slots_per_trial"), self._pool_of(config)
@@ -249,10 +249,10 @@ class ExperimentService:
         )
 
     def preview_search(self, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[PlannedTrials]]:
-        """Return the completed ``searcher`` of a config and what its search would train
-        (`Searcher.preview`). The config may lack all but ``searcher`` and ``hyperparameters``.
+        """Return the completed ``searcher`` of a config and the trials that its search would train
+        (`Searcher.preview`). Only ``searcher`` and ``hyperparameters`` are required in the config.
 
-        Raises Invalid as `create` does.
+        Raises Invalid under the same conditions as `create`.
         """
         check_length(json.dumps(config))
         done = self._complete({**config, "entrypoint": config.get("entrypoint") or "none"}).config
@@ -265,7 +265,7 @@ class ExperimentService:
         return existing(self._state.read(experiment_rows.get, experiment_id), f"experiment {experiment_id}")
 
     def all(self) -> Iterator[Experiment]:
-        """Yield all experiments, archived ones included, without counts. Only one is in memory."""
+        """Yield all experiments, even archived, without counts; one in memory at a time."""
         with self._state.database.reading() as connection:
             yield from experiment_rows.all_(connection, counted=False)
 
@@ -280,13 +280,13 @@ class ExperimentService:
             return trial_rows.of_experiment(connection, experiment_id, derived=True)
 
     def checkpoints(self, experiment_id: int) -> list[Checkpoint]:
-        """List the checkpoints of all its trials, deleted ones included. Raises NotFound."""
+        """List the checkpoints of all its trials, even deleted ones. Raises NotFound."""
         with self._state.database.reading() as connection:
             existing(experiment_rows.config(connection, experiment_id), f"experiment {experiment_id}")
             return checkpoint_rows.of_experiment(connection, experiment_id)
 
     def preview_gc(self, experiment_id: int, policy: GcPolicy) -> list[Checkpoint]:
-        """List the checkpoints that this policy would delete; deletes nothing."""
+        """List the checkpoints that this policy would delete, without deleting them."""
         config = self.get(experiment_id).config
         smaller = experiment_rows.smaller_is_better(config)
         saved = self.checkpoints(experiment_id)
@@ -297,19 +297,19 @@ class ExperimentService:
     # -- running
 
     def pause(self, experiment_id: int) -> None:
-        """Preempt the trials and let them wait. Raises Conflict for an ended experiment."""
+        """Preempt the trials and keep them waiting. Raises Conflict for an ended experiment."""
         self._run(experiment_id, lifecycle.ExperimentEvent.PAUSE)
 
     def activate(self, experiment_id: int) -> None:
-        """Let the trials continue from their last checkpoints. Raises Conflict if it has ended."""
+        """Resume the trials from their last checkpoints. Raises Conflict if it has ended."""
         self._run(experiment_id, lifecycle.ExperimentEvent.ACTIVATE)
 
     def cancel(self, experiment_id: int) -> None:
-        """Stop the trials at their next chance, with a checkpoint; no effect after the end."""
+        """Stop the trials at their next opportunity, with a checkpoint; no effect after the end."""
         self._stop(experiment_id, lifecycle.ExperimentEvent.CANCEL)
 
     def kill(self, experiment_id: int) -> None:
-        """End the trials at once; the experiment ends CANCELED. No effect on an ended one."""
+        """Kill the trials; the experiment ends CANCELED. No effect on an ended experiment."""
         self._stop(experiment_id, lifecycle.ExperimentEvent.KILL)
 
     def _stop(self, experiment_id: int, event: lifecycle.ExperimentEvent) -> None:
@@ -327,19 +327,19 @@ class ExperimentService:
                 raise Conflict(f"experiment {experiment_id} is {found.state.value}", expected="ACTIVE or PAUSED")
             tx.apply_to_experiment(experiment_id, event)
 
-    # -- keeping
+    # -- archiving, deletion and changes
 
     def archive(self, experiment_id: int) -> None:
-        """Archive an ended experiment. Raises Conflict for another."""
+        """Archive an ended experiment. Raises Conflict if the experiment has not ended."""
         self._set_ended(experiment_id, archived=1)
 
     def unarchive(self, experiment_id: int) -> None:
-        """Show an archived experiment again. Raises Conflict unless it has ended."""
+        """Unarchive an experiment. Raises Conflict unless the experiment has ended."""
         self._set_ended(experiment_id, archived=0)
 
     def delete(self, experiment_id: int) -> None:
-        """Begin to delete an ended experiment with its checkpoints. Raises Conflict for another,
-        Invalid if one of them is registered."""
+        """Begin to delete an ended experiment with its checkpoints. Raises Conflict if it has not
+        ended, and Invalid if one of its checkpoints is registered."""
         with transaction(self._state) as tx:
             begin_deletion(tx, experiment_id)
 
@@ -349,12 +349,12 @@ class ExperimentService:
             experiment_rows.change(tx.connection, experiment_id, **columns)
 
     def patch(self, experiment_id: int, patch: ExperimentPatch) -> Experiment:
-        """Change what the patch names, and return the experiment as it is then."""
+        """Apply the fields set in the patch, and return the changed experiment."""
         with transaction(self._state) as tx:
             found = tx.experiment_of(experiment_id)
             patch = replace(patch, labels=_labels(found.labels, patch))
             config = _patched(found.config, patch)
-            # a name that an older master accepted does not prevent other changes
+            # a name that an older master accepted must not block other changes
             if patch.name is not None:
                 refuse_control_characters(patch.name)
             check_size(config)
@@ -370,11 +370,11 @@ class ExperimentService:
         return existing(after, f"experiment {experiment_id}")
 
     def resume_ended(self, experiment_id: int, override_config: str) -> Created:
-        """Run an ended experiment again: its trials that did not complete go on from their last
-        checkpoints, and the search creates those that it had not created. One of the searcher
-        `single` always goes on, and may have its config changed.
+        """Run an ended experiment again. Trials that did not complete resume from their last
+        checkpoints, and the search creates its missing trials. An experiment with the searcher
+        `single` can always resume, and its config can be changed.
 
-        This is ``det experiment continue``. Raises Invalid, Unsupported or Conflict.
+        This implements ``det experiment continue``. Raises Invalid, Unsupported or Conflict.
         """
         override = _mapping(override_config, "overrideConfig")
         with transaction(self._state) as tx:
@@ -418,7 +418,7 @@ class ExperimentService:
         return done
 
     def _revive(self, tx: Transaction, experiment_id: int, config: Mapping[str, Any]) -> None:
-        """Put the same trials, known by their request ids, under the same search from its start."""
+        """Restart the search from its beginning with the existing trials, matched by request id."""
         self._state.forget(experiment_id)
         experiment_rows.change(
             tx.connection,
@@ -434,7 +434,7 @@ class ExperimentService:
         )
         known = trial_rows.of_experiment(tx.connection, experiment_id)
         if config["searcher"]["name"] == "single" and known:
-            # its one trial goes on, COMPLETED too, with the hyperparameters of the changed config
+            # its only trial resumes, even if COMPLETED, with the changed config's hyperparameters
             first = next(action for action in searcher_of(config).start() if isinstance(action, Create))
             trial_rows.change(
                 tx.connection,
@@ -449,7 +449,7 @@ class ExperimentService:
 
 
 def _labels(there: Sequence[str], patch: ExperimentPatch) -> list[str] | None:
-    """Return the labels after the patch, each once; None if it does not change them."""
+    """Return the labels after the patch, without duplicates; None if they do not change."""
     if patch.labels is None and patch.add_label is None and patch.remove_label is None:
         return None
     labels = there if patch.labels is None else patch.labels
@@ -485,7 +485,7 @@ def _checked(resources: Mapping[str, float | None]) -> dict[str, Any]:
 
 
 def _mapping(text: str, name: str) -> dict[str, Any]:
-    """Read the map of a YAML text. Raises Invalid, with the text's name."""
+    """Parse a YAML text as a map. Raises Invalid, with ``name`` as the location."""
     if not text.strip():
         return {}
     check_length(text)

@@ -1,22 +1,19 @@
-"""The lifecycles of trials and experiments as pure functions: (state, event) -> (state, effects);
-and which run gets which slots.
+"""The lifecycles of trials and experiments as pure functions, (state, event) -> (state, effects),
+and the assignment of slots to queued runs.
 
 A trial has at most one run at a time::
 
     NONE --StartTrial--> QUEUED --Placed--> RUNNING --Exited--> NONE (paused), QUEUED (again) or
     the end
 
-What an exit means depends on what was asked before it::
+The result of an exit depends on what was requested before it::
 
-    stopping                    the end that was asked for
-    killed, by us or from outside (overdue, the master or the machine goes down)
-                                as if it had saved: it goes on from its last checkpoint, no restart
-                                is counted
-    exit 0, announced           COMPLETED for invalid hyperparameters, else ERROR
-    exit 0, not acknowledged    COMPLETED
-    exit 0, acknowledged        paused: stays paused; active: queued again
-    exit != 0                   a restart while restarts <= max_restarts and no log policy forbids
-                                it, else ERROR
+    stopping                    the requested final state killed by the master or from outside
+    (overdue, the master or the machine shuts down) as if the trial had saved: it continues from its
+    last checkpoint, and no restart is counted exit 0, early exit          COMPLETED for invalid
+    hyperparameters, else ERROR exit 0, not acknowledged    COMPLETED exit 0, acknowledged
+    paused: stays paused; active: queued again exit != 0                   restart while restarts <=
+    max_restarts and no log policy forbids it, else ERROR
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ class RunStage(Enum):
 
     NONE = "none"
     QUEUED = "queued"
-    RUNNING = "running"  # its processes were ordered; they may have ended unseen
+    RUNNING = "running"  # its start was ordered; the processes may already have ended
 
 
 @dataclass(frozen=True)
@@ -49,38 +46,38 @@ class TrialLife:
     restarts: int = 0
     max_restarts: int = 5
     preempting: bool = False  # this run was asked to stop
-    acked: bool = False  # and has acknowledged it
-    killing: bool = False  # this run is being ended by force
-    waiting: bool = False  # its engine has not begun it: there is nothing to save
-    early_exit: str = ""  # the reason that the trial has announced
-    reason: str = ""  # why it ended, for people
+    acked: bool = False  # this run has acknowledged the request to stop
+    killing: bool = False  # this run is being killed
+    waiting: bool = False  # the cluster engine has not started this run: there is nothing to save
+    early_exit: str = ""  # the reason that the trial reported for its early exit
+    reason: str = ""  # why the trial ended, for display
 
 
 class TrialSignal(Enum):
-    """An event in the life of a trial that has no value of its own."""
+    """A trial event without a payload."""
 
     START = "start"  # the trial was created in an active experiment, or its experiment is activated
     PAUSE = "pause"  # its experiment is paused
-    CANCEL = "cancel"  # its user cancels it: it is to stop at its next chance
-    KILL = "kill"  # its user kills it: it is to end now
-    STOP = "stop"  # the search stops it
-    FINISH = "finish"  # the search lets it end: it has trained to its end
-    PLACED = "placed"  # its run got slots
+    CANCEL = "cancel"  # its user cancels it: stop at the next opportunity
+    KILL = "kill"  # its user kills it: end now
+    STOP = "stop"  # the search stops it early
+    FINISH = "finish"  # the search finishes it: it has trained to its full length
+    PLACED = "placed"  # slots were assigned to its run
     ACKED = "acked"  # its run has acknowledged the preemption
-    OVERDUE = "overdue"  # its run should have ended by now
-    EVICTED = "evicted"  # its run loses its slots: the master goes down, or a slot is disabled
+    OVERDUE = "overdue"  # its run is past its deadline
+    EVICTED = "evicted"  # its run loses its slots: the master shuts down, or a slot is disabled
 
 
 @dataclass(frozen=True)
 class Fail:
-    """The trial cannot go on."""
+    """The trial cannot continue."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class EarlyExit:
-    """The trial's run has announced that it ends, and why."""
+    """The trial's run has reported that it will exit early, and why."""
 
     reason: str
 
@@ -89,8 +86,8 @@ class EarlyExit:
 class Exited:
     """The trial's run has ended.
 
-    ``why`` describes an end that is not an exit code; ``killed``: its supervisor was asked to end
-    it; ``no_retry`` and ``excluded`` are why log policies forbid another run, here and at all.
+    ``why``: describes an end without an exit code. ``killed``: its supervisor was asked to end it.
+    ``no_retry`` and ``excluded``: why log policies forbid another run at all, or on this machine.
     """
 
     code: int
@@ -104,14 +101,14 @@ TrialEvent: TypeAlias = TrialSignal | Fail | EarlyExit | Exited
 
 
 class TrialEffect(Enum):
-    """An effect on a trial that the caller carries out, in this order."""
+    """An effect on a trial. The caller carries out the effects in the order listed here."""
 
-    REQUEST = "request"  # put a new run into the queue
-    WITHDRAW = "withdraw"  # take the queued run out of it
-    PREEMPT = "preempt"  # ask the run to stop, and start the clock of preemption_timeout
-    KILL = "kill"  # end the run's processes
-    WATCH = "watch"  # the run has announced its end: give it a short time
-    END = "end"  # the trial is over: the search gets its end
+    REQUEST = "request"  # queue a new run
+    WITHDRAW = "withdraw"  # remove the queued run from the queue
+    PREEMPT = "preempt"  # ask the run to stop, and start the timer of preemption_timeout
+    KILL = "kill"  # kill the run's processes
+    WATCH = "watch"  # the run reported an early exit: set a short deadline for it
+    END = "end"  # the trial is over: report its end to the search
 
 
 STOPPED_BY_SEARCH = "stopped by the search"
@@ -133,7 +130,7 @@ _TrialOutcome: TypeAlias = tuple[TrialLife, tuple[TrialEffect, ...]]
 
 
 def step_trial(life: TrialLife, event: TrialEvent) -> _TrialOutcome:
-    """Return the trial after an event, unchanged if it does not apply, and the effects."""
+    """Return the trial after an event, and the effects. Events that do not apply do nothing."""
     if life.state.final:
         return life, ()
     match event:
@@ -167,7 +164,7 @@ def step_trial(life: TrialLife, event: TrialEvent) -> _TrialOutcome:
 
 
 def exit_reason(life: TrialLife) -> ExitReason:
-    """Return the reason that the search gets for a trial that has ended."""
+    """Return the exit reason to report to the search for a trial that has ended."""
     known = {TrialState.COMPLETED: ExitReason.COMPLETED, TrialState.CANCELED: ExitReason.CANCELED}
     return known.get(life.state, ExitReason.ERRORED)
 
@@ -205,7 +202,7 @@ def _kill(life: TrialLife) -> _TrialOutcome:
 
 
 def _stop_trial(life: TrialLife, target: TrialState, reason: str) -> _TrialOutcome:
-    """Go towards an end; a gentler request does not replace a harder one."""
+    """Move the trial toward a final state. A weaker stop request never overrides a stronger one."""
     if life.state.stopping and _TRIAL_FORCE[life.state] >= _TRIAL_FORCE[target]:
         return life, ()
     life = replace(life, state=target, reason=reason)
@@ -258,11 +255,11 @@ class ExperimentEvent(Enum):
     ACTIVATE = "activate"
     PAUSE = "pause"
     CANCEL = "cancel"  # its trials save and stop
-    KILL = "kill"  # it is to end now
+    KILL = "kill"  # end now
     SEARCH_COMPLETED = "search_completed"
     SEARCH_FAILED = "search_failed"  # every trial failed
     SEARCH_CANCELED = "search_canceled"  # every trial was canceled or killed
-    TRIALS_ENDED = "trials_ended"  # all of them
+    TRIALS_ENDED = "trials_ended"  # all trials have ended
 
 
 _EXPERIMENT_STOPS = {
@@ -281,7 +278,7 @@ _EXPERIMENT_FORCE = {
 
 
 def end_of_search(states: Collection[TrialState]) -> ExperimentEvent:
-    """Return what the end of a search is for its experiment, from the states of all its trials."""
+    """Return the experiment event for the end of a search, given the states of all its trials."""
     if set(states) == {TrialState.ERROR}:
         return ExperimentEvent.SEARCH_FAILED
     if set(states) == {TrialState.CANCELED}:
@@ -293,16 +290,16 @@ _PROGRESSED = (TrialState.PAUSED, TrialState.ERROR, TrialState.COMPLETED, TrialS
 
 
 def unmanaged_state(states: Collection[TrialState]) -> ExperimentState:
-    """Return the state of an unmanaged experiment from those of its trials: the most advanced of
-    PAUSED, ERROR, COMPLETED and ACTIVE. A canceled trial counts as paused, as in Determined."""
+    """Return the state of an unmanaged experiment: the most advanced state among its trials, in the
+    order PAUSED, ERROR, COMPLETED, ACTIVE. A canceled trial counts as paused, as in Determined."""
     return _PROGRESSED[max((_PROGRESSED.index(state) for state in states if state in _PROGRESSED), default=0)]
 
 
 def step_experiment(state: ExperimentState, event: ExperimentEvent) -> tuple[ExperimentState, TrialSignal | None]:
-    """Return the experiment's state after an event, and the event that its live trials get, if any.
+    """Return the experiment's state after an event, and the signal for its live trials, if any.
 
-    An event that does not apply changes nothing; a gentler request to stop does not replace a
-    harder one.
+    An event that does not apply changes nothing. A weaker stop request never overrides a stronger
+    one.
     """
     if event is ExperimentEvent.ACTIVATE and state is ExperimentState.PAUSED:
         return ExperimentState.ACTIVE, TrialSignal.START
@@ -318,12 +315,12 @@ def step_experiment(state: ExperimentState, event: ExperimentEvent) -> tuple[Exp
     return target, signal
 
 
-# -- which queued run gets which slots
+# -- assignment of slots to queued runs
 
 
 @dataclass(frozen=True)
 class QueuedRun:
-    """A queued allocation; ``order``: its place in the order of arrival."""
+    """A queued allocation. ``order``: sort key for order of arrival."""
 
     allocation_id: str
     experiment_id: int
@@ -332,7 +329,7 @@ class QueuedRun:
     order: tuple[float, ...]
     max_slots: int | None = None
     pool: str = POOL
-    single: bool = False  # it must not be spread over machines
+    single: bool = False  # must run on a single machine
 
     @classmethod
     def of(cls, run: Allocation, resources: Mapping[str, Any]) -> QueuedRun:
@@ -357,7 +354,7 @@ def queue_order(queue: Iterable[QueuedRun]) -> list[QueuedRun]:
 
 @dataclass(frozen=True)
 class Machine:
-    """The slots of a machine: how many are enabled, and the numbers of those that are also free."""
+    """The slots of a machine: the count of enabled slots, and the numbers of the free ones."""
 
     name: str
     enabled: int
@@ -368,14 +365,14 @@ class Machine:
 def assign_slots(
     queue: Iterable[QueuedRun], machines: Sequence[Machine], used: Mapping[int, int]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Return the slots that can be assigned now, lowest numbers first and all or none, and why each
-    other run waits; both by allocation.
+    """Return the slots that can be assigned now, and the reason why each other run waits; both by
+    allocation. Each run gets all its slots or none, lowest numbers first.
 
-    No running allocation is preempted. Runs of one priority go past one that does not fit. Those of
-    a less urgent priority do not where the two share machines, also of different pools, so that a
-    large run which is urgent gets the slots of its pool as they become free; but a run that does
-    not fit empty machines, because slots are disabled, and one whose experiment has used up its
-    ``max_slots`` hold back none.
+    No running allocation is preempted. A run that does not fit does not block runs of the same
+    priority. It blocks less urgent runs on the machines that they share (even if the pools differ),
+    so that a large urgent run gets the slots of its pool as they become free. A run blocks no
+    others if it cannot fit even on empty machines (because slots are disabled), or if its
+    experiment has used up its ``max_slots``.
 
     Args:
         used: number of slots that each experiment holds, by experiment id.
@@ -384,7 +381,7 @@ def assign_slots(
     held = Counter(used)
     placed: dict[str, tuple[int, ...]] = {}
     waiting: dict[str, str] = {}
-    reserved: dict[str, int] = {}  # by machine: the priority of a run that gets its next free slots
+    reserved: dict[str, int] = {}  # by machine: priority of the run that its next free slots are reserved for
     for item in queue_order(queue):
         pool = [machine for machine in machines if item.pool in machine.pools and machine.enabled]
         usable = sum(machine.enabled for machine in pool)

@@ -1,10 +1,10 @@
-"""The master of one machine: its services, and what happens to it from outside (the agent's
-reports, the clock, start and stop).
+"""The master of one machine: its services and the events from outside (agent reports, clock ticks,
+start and stop).
 
-A `Master` is nine small groups of operations (`experiments`, `workspaces`, `trials`,
-`unmanaged`, `tasks`, `checkpoints`, `registry`, `machine`, `accounts`). Each may be called
-from any thread; refusals are the ServiceErrors of `master.records`; permissions are checked before,
-in `master.http`, but for those of owners. Lists come whole, oldest first.
+A `Master` groups its operations into nine services (`experiments`, `workspaces`, `trials`,
+`unmanaged`, `tasks`, `checkpoints`, `registry`, `machine`, `accounts`). All methods are
+thread-safe. Rejected requests raise the ServiceErrors of `master.records`. `master.http` checks
+permissions; only ownership is checked here. List methods return all rows, oldest first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from zero_trial.master.records import (
 from zero_trial.master.store import experiment_rows, trial_rows, user_rows
 
 log = logging.getLogger(__name__)
-_FAILED = "resources failed with non-zero exit code"  # as a cluster says it; its users' scripts look for these words
+_FAILED = "resources failed with non-zero exit code"  # Determined's message; users' scripts search logs for it
 
 _TICK_SECONDS = 0.5
 _LIVE = (
@@ -60,8 +60,8 @@ class MachineService:
 
     Attributes:
         info: version and identity.
-        log_file: the path of the master's own log. An entry is one line, ``2026-01-31T12:00:00.000Z
-            LEVEL message``; other lines belong to the entry before them.
+        log_file: the path of the master's own log. An entry starts with ``2026-01-31T12:00:00.000Z
+            LEVEL message``; lines without this prefix belong to the previous entry.
     """
 
     def __init__(self, state: MasterState) -> None:
@@ -74,7 +74,7 @@ class MachineService:
         return [slot for agent in self.agents() for slot in agent.slots]
 
     def agents(self) -> list[AgentInfo]:
-        """Return the machines that are up as agents."""
+        """Return one agent for each machine that is up."""
         with self._state.database.reading() as connection:
             holders = {slot: run.id for run in trial_rows.allocations(connection) for slot in run.slots}
             off = user_rows.disabled_slots(connection)
@@ -91,17 +91,17 @@ class MachineService:
         ]
 
     def nodes_of(self, run: Allocation) -> list[str]:
-        """Return the names of the machines on which a run has its slots."""
+        """Return the names of the machines that hold a run's slots."""
         return [node.name for node in self._state.nodes_of(run.slots)]
 
     def _up(self) -> list[Node]:
         return [node for node in self._state.agent.nodes() if node.up]
 
     def set_slot_enabled(self, number: int, enabled: bool, *, drain: bool = False) -> SlotInfo:
-        """Let a slot be assigned, or no longer.
+        """Enable or disable a slot for assignment.
 
-        The run that holds a disabled slot is ended, and goes on from its last checkpoint once it is
-        placed again; with ``drain`` it keeps the slot to its end. Raises NotFound.
+        Disabling a slot evicts its run, which continues from its last checkpoint when it is
+        scheduled again. With ``drain``, the run keeps the slot until it ends. Raises NotFound.
         """
         if not any(number in node.numbers for node in self._up()):
             raise NotFound(f"slot {number} not found")
@@ -109,7 +109,7 @@ class MachineService:
         return next(slot for slot in self.slots() if slot.number == number)
 
     def set_agent_enabled(self, name: str, enabled: bool, *, drain: bool = False) -> AgentInfo:
-        """Do the same to all slots of a machine, and if it is alone to runs without slots."""
+        """Enable or disable all slots of a machine (the only one: also runs without slots)."""
         node = next((node for node in self._up() if node.name == name), None)
         if node is None:
             raise NotFound(f"agent {name[:60]!r} not found")
@@ -133,7 +133,7 @@ class MachineService:
             tx.reschedule()
 
     def jobs(self) -> list[Job]:
-        """List the experiments that have not ended, in the order of the queue."""
+        """List the experiments that have not ended, in queue order."""
         with self._state.database.reading() as connection:
             runs = trial_rows.allocations(connection)
             places = user_rows.workspaces_of_projects(connection)
@@ -154,11 +154,11 @@ class MachineService:
         return sorted(jobs, key=lambda job: (job.state != "SCHEDULED", job.priority, job.experiment_id))
 
     def job(self, experiment_id: int) -> Job | None:
-        """Return the job of an experiment; None if it has ended, or is unmanaged."""
+        """Return the job of an experiment; None if the experiment has ended or is unmanaged."""
         return next((job for job in self.jobs() if job.experiment_id == experiment_id), None)
 
     def resource_pools(self) -> list[ResourcePool]:
-        """Return the pools, the default first."""
+        """Return the resource pools, the default pool first."""
         agents, names = self.agents(), self._state.agent.pools()
         members = {name: [agent for agent in agents if name in agent.resource_pools] for name in names}
         found = []
@@ -209,10 +209,10 @@ def _job(experiment: Experiment, runs: list[Allocation], order: list[int], works
 
 
 class Master:
-    """Runs all services of one machine's master, and its threads.
+    """Owns all services of one machine's master, and its threads.
 
-    Call ``begin`` once the address is known and ``close`` at the end. ``directory`` is prepared and
-    locked.
+    Call ``begin`` once the address is known, and ``close`` at the end. ``directory`` must already
+    be prepared and locked.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class Master:
         self._ticker: threading.Thread | None = None
 
     def begin(self, master_url: str) -> None:
-        """Take over what an earlier master left, assign slots and start the threads."""
+        """Take over the allocations of an earlier master, assign slots and start the threads."""
         self.take_over(master_url)
         self.state.agent.begin(self)
         self._ticker = threading.Thread(target=self._tick_on, name="ticker", daemon=True)
@@ -244,7 +244,7 @@ class Master:
         self.garbage_collector.start()
 
     def take_over(self, master_url: str) -> None:
-        """Start again what an earlier master ordered and did not see start; then give out slots."""
+        """Repeat the orders that an earlier master may not have completed; assign slots."""
         state = self.state
         state.master_url, state.serving = master_url, True
         with transaction(state) as tx:
@@ -261,12 +261,12 @@ class Master:
     # -- reports of the agent and the clock
 
     def on_nodes_changed(self) -> None:
-        """Assign slots again: machines have come or gone."""
+        """Assign slots again after a machine has joined or left."""
         with transaction(self.state) as tx:
             tx.reschedule()
 
     def on_waiting(self, allocation_id: str, why: str) -> None:
-        """Say in a trial's log why its run does not begin yet; end it if it was asked to stop."""
+        """Log why a trial's run has not started yet; end the run if it was asked to stop."""
         with transaction(self.state) as tx:
             run = trial_rows.allocation(tx.connection, allocation_id)
             if run is not None and run.state is AllocationState.STARTING:
@@ -276,13 +276,13 @@ class Master:
                     tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.EVICTED)
 
     def on_started(self, allocation_id: str, nodes: Sequence[str] = ()) -> None:
-        """Record that the processes of an allocation run, and on which machines."""
+        """Record that the processes of an allocation are running, and on which machines."""
         with transaction(self.state) as tx:
             run = trial_rows.allocation(tx.connection, allocation_id)
             if run is None or run.state is not AllocationState.STARTING:
                 return
             self.state.submitted.discard(allocation_id)
-            # not before: hours in the queue of an engine are no time that the run has had
+            # set the start time only now: hours in an engine's queue do not count as run time
             trial_rows.change_allocation(
                 tx.connection, allocation_id, state=AllocationState.RUNNING, started=self.state.clock()
             )
@@ -301,13 +301,13 @@ class Master:
                 tx.add_log_match(run, match)
 
     def on_exited(self, allocation_id: str, ended: Exit) -> None:
-        """Record that the processes of an allocation have ended, and move its trial on."""
+        """Record that the processes of an allocation have ended, and advance its trial."""
         with transaction(self.state) as tx:
             run = trial_rows.allocation(tx.connection, allocation_id)
             if run is None or run.state is AllocationState.TERMINATED:
                 return
             why = ended.why or ("" if ended.code == 0 or ended.killed else _FAILED)
-            level = "ERROR" if why else "INFO"  # also where it was asked to end, as on a cluster
+            level = "ERROR" if why else "INFO"  # ERROR even if the run was asked to end, as on a cluster
             tx.note(run.trial_id, level, f"run {run.run_id} ended with exit code {ended.code}{why and f': {why}'}")
             matches = trial_rows.log_matches(tx.connection, run.task_id)
             end = lifecycle.Exited(
@@ -323,7 +323,7 @@ class Master:
             self.state.gathered.pop(allocation_id, None)
 
     def tick(self) -> None:
-        """End the runs that should have ended by now, and the unmanaged trials that are silent."""
+        """Kill runs past their deadline, and end unmanaged trials that stopped reporting."""
         self.unmanaged.end_silent()
         late = self.state.read(trial_rows.overdue, self.state.clock())
         for run in late:
@@ -345,7 +345,7 @@ class Master:
     # -- the end
 
     def stop_runs(self, seconds: float = 60.0) -> None:
-        """End all running allocations; the next master goes on with their trials."""
+        """End all running allocations; the next master resumes their trials."""
         self.state.serving = False
         with transaction(self.state) as tx:
             for run in trial_rows.allocations(tx.connection):
@@ -359,7 +359,7 @@ class Master:
                 self.state.signaled.wait(0.2)
 
     def close(self) -> None:
-        """Stop the threads and close the store. Trials that run go on."""
+        """Stop the threads and close the store. Running trials continue."""
         state = self.state
         state.agent.close()
         self.garbage_collector.close()

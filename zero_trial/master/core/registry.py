@@ -1,11 +1,11 @@
-"""What users keep under a name: workspaces with the projects in which experiments are listed,
-models with their versions, and templates of configurations.
+"""Named objects of users: workspaces and projects that group experiments, models with their
+versions, and configuration templates.
 
-The first workspace and the first project, Uncategorized, are always there and stay as they are. The
-owner and administrators change the others; everybody sees all, and moves experiments between them.
-A model has numbered versions, and each version is a checkpoint. A registered checkpoint is not
-deleted, neither by a user nor by the garbage collector nor with its experiment. A template is a
-part of a configuration that is laid under an experiment which is created with its name.
+The first workspace and the first project, both named Uncategorized, always exist and cannot be
+changed. Only owners and administrators can change the others; all users can see everything and move
+experiments between projects. A model has numbered versions; each version is a checkpoint. Neither
+users, garbage collection, nor deleting an experiment can delete a registered checkpoint. A template
+is a partial configuration that provides defaults for experiments created with its name.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class WorkspaceService:
         """Create a workspace. Raises Invalid or Conflict.
 
         Args:
-            storage: the checkpoint_storage of its experiments that set none, already checked.
+            storage: default checkpoint_storage of its experiments; must be validated already.
         """
         with transaction(self._state) as tx:
             _check_workspace_name(tx.connection, name)
@@ -75,8 +75,8 @@ class WorkspaceService:
         return self.get(number)
 
     def patch(self, number: int, user: User, name: str | None, **storage: Mapping[str, Any] | None) -> Workspace:
-        """Change the name and, if ``storage`` is given, the checkpoint_storage of a workspace.
-        Raises Conflict for an archived one."""
+        """Change the name of a workspace and, if ``storage`` is given, its checkpoint_storage.
+        Raises Conflict for an archived workspace."""
         _require_own(number, "workspace")
         with transaction(self._state) as tx:
             found = _changeable(user_rows.workspace(tx.connection, number), f"workspace {number}", user)
@@ -90,14 +90,14 @@ class WorkspaceService:
         return self.get(number)
 
     def archive(self, number: int, user: User, archived: bool) -> None:
-        """Archive a workspace with its projects, or show it again."""
+        """Archive or unarchive a workspace with its projects."""
         with transaction(self._state) as tx:
             _changeable(user_rows.workspace(tx.connection, number), f"workspace {number}", user)
             update(tx.connection, "workspaces", "id", number, {"archived": int(archived)})
 
     def delete(self, number: int, user: User) -> bool:
-        """Delete a workspace with its projects, templates and experiments; return whether it had no
-        projects. Raises Conflict while it has models or an experiment that has not ended."""
+        """Delete a workspace with its projects, templates and experiments. Return True if it had no
+        projects. Raises Conflict if it contains models or an experiment that has not ended."""
         with transaction(self._state) as tx:
             found = _changeable(user_rows.workspace(tx.connection, number, counted=True), f"workspace {number}", user)
             if any(model.workspace_id == number for model in checkpoint_rows.models(tx.connection)):
@@ -112,7 +112,7 @@ class WorkspaceService:
     # -- projects
 
     def create_project(self, workspace_id: int, name: str, user: User, description: str, key: str | None) -> Project:
-        """Create a project. Raises Invalid, or Conflict for an archived or the first workspace."""
+        """Create a project. Raises Invalid, or Conflict in an archived or the first workspace."""
         with transaction(self._state) as tx:
             place = existing(user_rows.workspace(tx.connection, workspace_id), f"workspace {workspace_id}")
             _require_own(workspace_id, "workspace")
@@ -125,7 +125,7 @@ class WorkspaceService:
         return self.project(number)
 
     def patch_project(self, number: int, user: User, name: str | None, description: str | None) -> Project:
-        """Change name and description of a project. Raises Conflict for an archived one."""
+        """Change the name and description of a project. Raises Conflict for an archived project."""
         _require_own(number, "project")
         with transaction(self._state) as tx:
             found = _changeable(user_rows.project(tx.connection, number), f"project {number}", user)
@@ -138,7 +138,7 @@ class WorkspaceService:
         return self.project(number)
 
     def archive_project(self, number: int, user: User, archived: bool) -> None:
-        """Archive a project, or show it again. Raises Conflict while its workspace is archived."""
+        """Archive or unarchive a project. Raises Conflict while its workspace is archived."""
         with transaction(self._state) as tx:
             found = _changeable(user_rows.project(tx.connection, number), f"project {number}", user)
             if found.archived and not found.own_archived:
@@ -153,7 +153,7 @@ class WorkspaceService:
             update(tx.connection, "projects", "id", number, {"notes": notes})
 
     def delete_project(self, number: int, user: User) -> bool:
-        """Delete a project with its experiments; return whether it had none. Raises Conflict."""
+        """Delete a project with its experiments. Return True if it had none. Raises Conflict."""
         with transaction(self._state) as tx:
             found = _changeable(user_rows.project(tx.connection, number, counted=True), f"project {number}", user)
             _delete_experiments(tx, number)
@@ -163,7 +163,7 @@ class WorkspaceService:
     # -- experiments
 
     def move_experiment(self, experiment_id: int, project_id: int) -> None:
-        """Move an experiment to another project. Raises Conflict if one of them is archived."""
+        """Move an experiment to another project. Raises Conflict if either project is archived."""
         with transaction(self._state) as tx:
             experiment = tx.experiment_of(experiment_id)
             for number in (experiment.project_id, project_id):
@@ -172,9 +172,9 @@ class WorkspaceService:
 
 
 def place_of(connection: sqlite3.Connection, config: Mapping[str, Any], project_id: int) -> tuple[Workspace, Project]:
-    """Return where a completed config belongs: where it says, else in ``project_id``.
+    """Return the workspace and project that a completed config names; default: ``project_id``.
 
-    Raises Invalid for a workspace or project that is not there or archived, NotFound for a number.
+    Raises Invalid if the workspace or project is missing or archived, NotFound for a missing id.
     """
     if not config["workspace"] and not config["project"]:
         project = existing(user_rows.project(connection, project_id), f"project {project_id}")
@@ -216,7 +216,7 @@ def _check_project_name(known: Sequence[Project], workspace_id: int, name: str) 
 
 
 def _key(known: Sequence[Project], name: str, wanted: str | None) -> str:
-    """Return the short name of a project, which no other has: up to five capitals and digits."""
+    """Return a unique short name for a project: up to five capital letters and digits."""
     taken = {each.key for each in known}
     if wanted is not None:
         if not re.fullmatch("[A-Z0-9]{1,5}", wanted.upper()) or wanted.upper() in taken:
@@ -227,7 +227,7 @@ def _key(known: Sequence[Project], name: str, wanted: str | None) -> str:
 
 
 def _changeable(found: _Place | None, name: str, user: User) -> _Place:
-    """Return a place that this user may change. Raises NotFound, PermissionDenied, Conflict."""
+    """Return a place if this user may change it. Raises NotFound, PermissionDenied, Conflict."""
     place = existing(found, name)
     require_owner(user, "" if place.id == FIRST else place.owner, name)
     _require_own(place.id, name.partition(" ")[0])
@@ -240,14 +240,14 @@ def _require_own(number: int, kind: str) -> None:
 
 
 def require_open(project: Project) -> None:
-    """Raise Conflict for a project that is archived, by itself or with its workspace."""
+    """Raise Conflict for a project that is archived, directly or with its workspace."""
     if project.archived:
         raise Conflict(f"project {project.id} is archived")
 
 
 def _delete_experiments(tx: Transaction, project_id: int) -> None:
-    """Begin to delete all experiments of a project that is about to go. Until their files are
-    gone, they are listed in Uncategorized."""
+    """Begin to delete all experiments of a project that is about to be deleted. Until their files
+    are deleted, the experiments are listed in Uncategorized."""
     for number in experiment_rows.of_project(tx.connection, project_id):
         if tx.state_of(number) is not ExperimentState.DELETING:
             begin_deletion(tx, number)
@@ -255,10 +255,10 @@ def _delete_experiments(tx: Transaction, project_id: int) -> None:
 
 
 class RegistryService:
-    """Keeps models, their versions and templates.
+    """Manages models, their versions, and templates.
 
-    Only owners and administrators change or delete them; others get PermissionDenied. ``words`` are
-    columns that users write; those that an item does not have are ignored.
+    Only owners and administrators can change or delete them; other users get PermissionDenied.
+    ``words`` are user-written columns; columns that an item does not have are ignored.
     """
 
     def __init__(self, state: MasterState) -> None:
@@ -267,7 +267,7 @@ class RegistryService:
     # -- models
 
     def create(self, words: Mapping[str, Any], user: User, workspace_id: int) -> RegisteredModel:
-        """Create a model. Raises Invalid for its name, Conflict if there is one of that name."""
+        """Create a model. Raises Invalid for a bad name, Conflict if the name is taken."""
         name = str(words["name"])
         _check_model_name(name)
         now = self._state.clock()
@@ -283,7 +283,7 @@ class RegistryService:
     def change(
         self, identifier: str, user: User, words: Mapping[str, Any], *, workspace_id: int | None = None
     ) -> RegisteredModel:
-        """Change what ``words`` gives. Raises Conflict for an archived model or a taken name."""
+        """Change the columns in ``words``. Raises Conflict if archived or the name is taken."""
         with self._state.database.transaction() as connection:
             found = _own_model(connection, identifier, user)
             if found.archived:
@@ -302,14 +302,14 @@ class RegistryService:
             return find_model(connection, str(found.id))
 
     def archive(self, identifier: str, user: User, archived: bool) -> None:
-        """Archive a model, or show it again."""
+        """Archive or unarchive a model."""
         with self._state.database.transaction() as connection:
             found = _own_model(connection, identifier, user)
             changes = {"archived": int(archived), "updated": self._state.clock()}
             update(connection, "models", "id", found.id, changes)
 
     def delete(self, identifier: str, user: User) -> None:
-        """Delete a model with its versions; the checkpoints stay."""
+        """Delete a model with its versions; the checkpoints are kept."""
         with self._state.database.transaction() as connection:
             number = _own_model(connection, identifier, user).id
             drop(connection, "model_versions", "model_id", number)
@@ -318,9 +318,9 @@ class RegistryService:
     # -- versions
 
     def register(self, identifier: str, uuid: str, words: Mapping[str, Any], user: User) -> ModelVersion:
-        """Make a checkpoint the next version of a model.
+        """Register a checkpoint as the next version of a model.
 
-        Raises Conflict for an archived model, and for a checkpoint that is not complete or is about
+        Raises Conflict if the model is archived, or if the checkpoint is not complete or is about
         to be deleted.
         """
         now = self._state.clock()
@@ -348,7 +348,7 @@ class RegistryService:
             return find_version(connection, str(found.id), number)
 
     def change_version(self, identifier: str, number: int, user: User, words: Mapping[str, Any]) -> ModelVersion:
-        """Change what ``words`` gives of a version."""
+        """Change the columns of a version that are in ``words``."""
         with self._state.database.transaction() as connection:
             _own_model(connection, identifier, user)
             found = find_version(connection, identifier, number)
@@ -358,7 +358,7 @@ class RegistryService:
             return find_version(connection, identifier, number)
 
     def delete_version(self, identifier: str, number: int, user: User) -> None:
-        """Delete a version; its checkpoint stays."""
+        """Delete a version; its checkpoint is kept."""
         with self._state.database.transaction() as connection:
             found = find_version(connection, identifier, number)
             require_owner(user, found.username, f"version {number}")
@@ -367,8 +367,8 @@ class RegistryService:
     # -- templates
 
     def create_template(self, name: str, user: User, home: int, **columns: Any) -> Template:
-        """Create a template of the columns ``config`` and ``workspace_id``, empty and in the
-        workspace ``home`` by default. Raises Conflict if there is one of its name."""
+        """Create a template from the columns ``config`` (default: empty) and ``workspace_id``
+        (default: ``home``). Raises Conflict if the name is taken."""
         _check_printable(name)
         with self._state.database.transaction() as connection:
             if user_rows.template(connection, name) is not None:
@@ -428,7 +428,7 @@ def find_version(connection: sqlite3.Connection, identifier: str, number: int) -
 
 
 def _changed(found: object, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns whose value differs; each label once."""
+    """Return the columns whose values differ, without duplicate labels."""
     fresh = {name: tuple(dict.fromkeys(value)) if name == "labels" else value for name, value in columns.items()}
     return {name: value for name, value in fresh.items() if value != getattr(found, name)}
 
@@ -438,7 +438,7 @@ def _columns(words: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_model_name(name: str) -> None:
-    """Refuse a model's name that Determined's master refuses, or that would change a terminal."""
+    """Raise Invalid for model names that Determined rejects, or with control characters."""
     for wrong, why in (
         (not name.strip(" "), "model names cannot be blank"),
         ("  " in name, "model names cannot have excessive spacing"),
@@ -457,6 +457,6 @@ def _check_printable(name: str) -> None:
 
 
 def refuse_control_characters(name: str) -> None:
-    """Raise Invalid for a name that would change the terminal on which it is listed."""
+    """Raise Invalid for a name with control characters, which would corrupt a terminal."""
     if any(unicodedata.category(character) == "Cc" for character in name):
         raise Invalid("the name contains control characters", where="name", got=repr(name)[:60])

@@ -1,8 +1,8 @@
 """The state that all parts of the master share: the store, the live searches, the agent, the clock
 and the lock.
 
-Nothing that blocks is done under the lock: the agent's thread starts and ends processes, the
-garbage collector's thread deletes files.
+Never block while holding the lock: the agent's thread starts and ends processes, and the garbage
+collector's thread deletes files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DETERMINED_VERSION = "0.38.1"
 class MasterState:
     """Objects that all services and transactions of a master share: store, searches, agent, lock.
 
-    ``master_url`` is the address that trials get; "" until it is known.
+    ``master_url`` is the address that is passed to trials; "" until it is known.
     """
 
     def __init__(
@@ -53,72 +53,72 @@ class MasterState:
         self.lock = threading.RLock()
         self.signaled = threading.Condition()  # a run was asked to stop, or has ended
         self.has_garbage = threading.Event()
-        self.searches: dict[int, Searcher] = {}  # between two events
-        self.waiting: dict[str, str] = {}  # why queued runs wait, as their logs say
-        self.submitted: set[str] = set()  # runs that the engine of a cluster lets wait, under `lock`
+        self.searches: dict[int, Searcher] = {}  # by experiment, in the state after the last event
+        self.waiting: dict[str, str] = {}  # by allocation: why the queued run waits, as logged
+        self.submitted: set[str] = set()  # runs that wait in the queue of a cluster engine, under `lock`
         self.master_url = ""
-        # of each allocation: (peers, data by request) of its all-gathers, under `signaled`
+        # by allocation: (peers, data by request) of each all-gather, under `signaled`
         self.gathered: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-        self.serving = False  # slots are assigned
+        self.serving = False  # whether slots are assigned
         self.closed = threading.Event()
         self.began = clock()
         self.info = self._identity()
-        self.contexts: dict[int, Context] = {}  # of experiments, as far as they were read
+        self.contexts: dict[int, Context] = {}  # cache, by experiment
 
     def read(self, query: Callable[Concatenate[sqlite3.Connection, P], R], *args: P.args, **options: P.kwargs) -> R:
-        """Return what one query of the store gives, such as ``read(experiments.get, 3)``."""
+        """Return the result of one store query, for example ``read(experiments.get, 3)``."""
         with self.database.reading() as connection:
             return query(connection, *args, **options)
 
     def nodes_of(self, slots: Sequence[int]) -> list[Node]:
-        """Return the nodes of these slots, in the order of their ranks; the first one for none."""
+        """Return the nodes of these slots in rank order; the first node if ``slots`` is empty."""
         known = self.agent.nodes()
         return [node for node in known if any(slot in node.numbers for slot in slots)] or list(known[:1])
 
     def log_to_trial(self, trial_id: int, line: str, level: str = "INFO") -> None:
-        """Append a line of the master's own to a trial's log."""
+        """Append a line from the master to a trial's log."""
         path = logs.path_of(self.directory.trial_logs(trial_id), logs.MASTER)
         try:
             logs.append(path, [logs.entry(line, self.clock(), "stderr", l=level)])
-        except OSError as error:  # a missing line must not undo the change that it describes
+        except OSError as error:  # a failed log write must not undo the change that the line describes
             log.warning("trial %d: %s (not in its log: %s)", trial_id, line, error)
 
     def wait_for_notes(self) -> None:
-        """Wait until the lines of each change that can be seen are in the logs of the trials: a
-        transaction holds the lock from its commit until then."""
+        """Wait until the trial logs contain the lines of every visible change. This works because a
+        transaction holds the lock from its commit until its lines are written."""
         with self.lock:
             pass
 
     def allocations_of(self, trial: Trial) -> str:
-        """Return what the ids of a trial's allocations begin with, before the run's number.
+        """Return the prefix of a trial's allocation ids; the run's number follows.
 
-        These ids name files in /tmp, so they are unique beyond this master, which task ids are not:
-        a request id follows from the seed.
+        These ids name files in /tmp, so they must be unique across masters. Task ids are not
+        unique: request ids are derived from the seed.
         """
         return f"{trial.task_id}.{self.info.cluster_id[:8]}"
 
-    # -- what is cached between events
+    # -- caches
 
     def search_of(self, connection: sqlite3.Connection, experiment_id: int) -> Searcher:
-        """Return the search of an experiment, restored from the store if needed."""
+        """Return the search of an experiment; restore it from the store if it is not cached."""
         if experiment_id not in self.searches:
             config = existing(experiment_rows.config(connection, experiment_id), f"experiment {experiment_id}")
             self.searches[experiment_id] = searcher_of(config, experiment_rows.snapshot(connection, experiment_id))
         return self.searches[experiment_id]
 
     def context_of(self, connection: sqlite3.Connection, experiment_id: int) -> Context:
-        """Return what the master reads of an experiment's context directory."""
+        """Return the parts of an experiment's context directory that the master reads."""
         if experiment_id not in self.contexts:
             self.contexts[experiment_id] = read_context(experiment_rows.context(connection, experiment_id) or b"")
         return self.contexts[experiment_id]
 
     def forget(self, experiment_id: int) -> None:
-        """Drop what is cached of an experiment."""
+        """Drop the cached search and context of an experiment."""
         self.searches.pop(experiment_id, None)
         self.contexts.pop(experiment_id, None)
 
     def _identity(self) -> MasterInfo:
-        """Return random ids that stay the same as long as the store exists."""
+        """Return random ids that stay the same for the lifetime of the store."""
         with self.database.transaction() as connection:
             for key in ("master_id", "cluster_id"):
                 connection.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, str(uuid.uuid4())))
@@ -132,7 +132,7 @@ class MasterState:
 
 
 def searcher_of(config: Mapping[str, Any], snapshot: Mapping[str, Any] | None = None) -> Searcher:
-    """Build the searcher of a completed config, not yet started or in the state of ``snapshot``."""
+    """Build the searcher of a completed config: restored from ``snapshot``, or not yet started."""
     section, space = config["searcher"], config.get("hyperparameters") or {}
     if snapshot:
         return restore(section, space, snapshot)

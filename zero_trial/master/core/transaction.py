@@ -1,11 +1,11 @@
-"""A transaction of the master's state: an event and all that follows from it, in one database
+"""A transaction of the master's state: one event and all its consequences, in one database
 transaction.
 
-An event changes the life of a trial or an experiment (`lifecycle`); its effects request, preempt or
-end runs, feed the search, and the search creates and stops trials in turn. Free slots are given out
-last. What has to be done outside of the store (starting and killing processes) is collected as
-orders and carried out after the commit: a crash before the commit undoes everything, a crash after
-it leaves a state from which `Master.begin` gives the same orders again.
+An event changes the lifecycle state of a trial or an experiment (`lifecycle`). The effects request,
+preempt or end runs and feed the search, which in turn creates and stops trials. Free slots are
+assigned last. Actions outside the store (starting and killing processes) are collected as orders
+and carried out after the commit. A crash before the commit undoes everything; after a crash past
+the commit, `Master.begin` issues the same orders again.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from zero_trial.master.store.database import drop
 
 log = logging.getLogger(__name__)
 
-# the time that a trial gets to end after it has announced an early exit; for invalid parameters
-# that of Determined's master (InvalidHPKillDelay)
+# how long a trial may run after it has reported an early exit; for invalid hyperparameters, the
+# timeout of Determined's master (InvalidHPKillDelay)
 _EARLY_EXIT_SECONDS = 60.0
 _INVALID_HP_SECONDS = 10.0
 
@@ -62,7 +62,7 @@ _SearchEvent: TypeAlias = Callable[[Searcher], list[Action]]
 
 @contextmanager
 def transaction(state: MasterState) -> Iterator[Transaction]:
-    """Change the state, all or nothing, with all that follows. Serialized by the lock."""
+    """Change the state with all consequences, all or nothing. The lock serializes transactions."""
     with state.lock:
         tx: Transaction | None = None
         try:
@@ -71,7 +71,7 @@ def transaction(state: MasterState) -> Iterator[Transaction]:
                 yield tx
                 tx.finish()
         except BaseException:
-            # The searchers have moved on while the store has not: they are restored from the store.
+            # The searchers are ahead of the rolled-back store: drop them, to restore them from it.
             for experiment_id in tx.touched if tx is not None else ():
                 state.searches.pop(experiment_id, None)
             state.waiting.clear()
@@ -81,7 +81,7 @@ def transaction(state: MasterState) -> Iterator[Transaction]:
         for order in tx.orders:
             try:
                 order()
-            except Exception:  # the change is made; the other orders, and what waits for it, must not suffer
+            except Exception:  # the change is committed; the other orders and waiting requests must still proceed
                 log.exception("an order could not be passed to the agent")
     if tx.signal:
         with state.signaled:
@@ -91,25 +91,25 @@ def transaction(state: MasterState) -> Iterator[Transaction]:
 
 
 class Transaction:
-    """Applies events within an open database transaction, which `transaction` finishes."""
+    """Applies events within an open database transaction, which `transaction` commits."""
 
     def __init__(self, state: MasterState, connection: sqlite3.Connection, now: float) -> None:
         self.connection = connection
         self.now = now
-        # to be carried out after the commit, in this order
+        # carried out after the commit, in this order
         self.orders: list[Callable[[], None]] = []
         self.notes: list[tuple[int, str, str]] = []  # (trial, level, line) for the trial's log
-        self.signal = False  # requests that wait for a preemption have to look
-        self.garbage = False  # checkpoints or experiments are to be deleted
+        self.signal = False  # wake up the requests that wait for a preemption
+        self.garbage = False  # there are checkpoints or experiments to delete
         self.queue_changed = False
-        self.touched: set[int] = set()  # experiments whose search has moved
+        self.touched: set[int] = set()  # experiments whose search has advanced
         self._state = state
         self._search_events: deque[tuple[int, _SearchEvent, int | None]] = deque()
 
     # -- events
 
     def apply_to_trial(self, trial_id: int, event: lifecycle.TrialEvent) -> None:
-        """Apply an event to a trial, with all that follows for its run."""
+        """Apply an event to a trial, with all consequences for its run."""
         trial = self.trial_of(trial_id)
         run = trial_rows.newest_allocation(self.connection, trial_id)
         before = self._life(trial, run)
@@ -121,7 +121,7 @@ class Transaction:
             self._carry_out(effect, trial_id, run, after)
 
     def apply_to_experiment(self, experiment_id: int, event: lifecycle.ExperimentEvent) -> None:
-        """Apply an event to an experiment, with all that follows for its trials."""
+        """Apply an event to an experiment, with all consequences for its trials."""
         state = self.state_of(experiment_id)
         after, signal = lifecycle.step_experiment(state, event)
         if after is state:
@@ -136,8 +136,8 @@ class Transaction:
             self._end_experiment(experiment_id, after)
 
     def search(self, experiment_id: int, event: _SearchEvent, measured: int | None = None) -> None:
-        """Queue an event for a search, which gets it before the commit. ``measured``: the trial
-        that fails if the searcher's metric is missing."""
+        """Queue an event for a search; it is delivered before the commit. ``measured``: the trial
+        to fail if the searcher's metric is missing."""
         self._search_events.append((experiment_id, event, measured))
 
     def note(self, trial_id: int, level: str, line: str) -> None:
@@ -145,7 +145,7 @@ class Transaction:
         self.notes.append((trial_id, level, line))
 
     def add_log_match(self, run: Allocation, match: LogMatch) -> None:
-        """Record that a log policy has matched a line of a run; the same match counts once."""
+        """Record that a log policy has matched a line of a run; repeated matches count once."""
         if not trial_rows.add_log_match(self.connection, run.task_id, match):
             return
         policy, level, line = match.policy, "INFO", str(match)
@@ -159,11 +159,11 @@ class Transaction:
         self.note(run.trial_id, level, line)
 
     def reschedule(self) -> None:
-        """Assign free slots before the commit: the queue or the slots have changed."""
+        """Assign free slots before the commit, because the queue or the slots have changed."""
         self.queue_changed = True
 
     def finish(self) -> None:
-        """Pass events to the searches until nothing more follows, then assign free slots."""
+        """Deliver search events until none is left, then assign free slots."""
         while self._search_events:
             self._pass_to_search(*self._search_events.popleft())
         for experiment_id in sorted(self.touched):
@@ -252,7 +252,7 @@ class Transaction:
         self.garbage = True
 
     def _end_if_no_trial_is_left(self, experiment_id: int) -> None:
-        """End an experiment that is stopping with its last trial."""
+        """End a stopping experiment if none of its trials is live."""
         if self.state_of(experiment_id).stopping and not trial_rows.live(self.connection, experiment_id):
             self.apply_to_experiment(experiment_id, ExperimentEvent.TRIALS_ENDED)
 
@@ -266,11 +266,11 @@ class Transaction:
     # -- runs
 
     def _request_run(self, trial_id: int) -> None:
-        """Queue a run from the newest checkpoint, and archive what was reported after it; but prune
-        a trial whose hyperparameters cannot be trained before its first run."""
+        """Queue a run from the newest checkpoint; archive the metrics reported after it. Before the
+        first run, prune the trial instead if its hyperparameters cannot be trained."""
         trial = self.trial_of(trial_id)
         if trial.run_id == 0 and (why := self._why_not(trial)) is not None:
-            # for its search it has completed
+            # report it to the search as completed
             reason = f"pruned before launch: {why}"
             end = {"state": TrialState.ERROR, "ended": self.now, "pruned": 1, "reason": reason}
             trial_rows.change(self.connection, trial_id, **end)
@@ -310,10 +310,10 @@ class Transaction:
         self.reschedule()
 
     def _end_run(self, run: Allocation, code: int | None) -> None:
-        """Release what a run holds.
+        """Release the resources of a run.
 
         Args:
-            code: its exit code; None if it never started.
+            code: the run's exit code; None if it never started.
         """
         trial_rows.change_allocation(
             self.connection,
@@ -328,11 +328,11 @@ class Transaction:
         self.reschedule()
 
     def order_kill(self, allocation_id: str) -> None:
-        """Order the end of an allocation's processes."""
+        """Order the agent to kill an allocation's processes."""
         self.orders.append(lambda: self._state.agent.kill(allocation_id))
 
     def order_start(self, run: Allocation) -> None:
-        """Order the start of an allocation that has its slots, with a token of its own."""
+        """Order the start of an allocation that has its slots, with its own token."""
         trial = self.trial_of(run.trial_id)
         experiment = self.experiment_of(run.experiment_id)
         token = new_token()
@@ -385,7 +385,7 @@ class Transaction:
         queue = [QueuedRun.of(run, resources(run.experiment_id)) for name, run in queued.items() if name not in banned]
         placed, waiting = assign_slots(queue, machines, used)
         waiting |= banned
-        for name, why in waiting.items():  # said once for each reason
+        for name, why in waiting.items():  # log each reason once
             if self._state.waiting.get(name) != why:
                 self.note(queued[name].trial_id, "INFO", f"run {queued[name].run_id} waits: {why}")
         self._state.waiting.clear()
@@ -406,9 +406,9 @@ class Transaction:
             experiment_rows.state_of(self.connection, experiment_id), f"experiment {experiment_id}"
         )
         if state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
-            return  # it is stopping: nothing is left to decide
+            return  # the experiment is stopping: the search has nothing left to decide
         if unmanaged:
-            return  # its trials come from outside
+            return  # its trials are created from outside
         search = self._state.search_of(self.connection, experiment_id)
         self.touched.add(experiment_id)
         try:
@@ -449,7 +449,7 @@ class Transaction:
             if known.pruned or known.state is TrialState.COMPLETED:
                 self._report_exit(known, ExitReason.COMPLETED)
                 return
-            # of a continued experiment: it runs again, as a task of its own
+            # the experiment is continued: run the trial again, as a new task
             tasks = trial_rows.task_ids(self.connection, known)
             fresh = {"task_id": f"{tasks[0]}-{len(tasks)}", "state": TrialState.PAUSED, "ended": None, "restarts": 0}
             trial_rows.change(self.connection, trial_id, **fresh, progress=0.0, early_exit="", reason="")
@@ -463,7 +463,7 @@ class Transaction:
         context = self._state.context_of(self.connection, trial.experiment_id)
         try:
             return pruning.reason(config, trial.hparams, context.files)
-        except Exception:  # not known: the trial finds out
+        except Exception:  # unknown: let the trial run and find out
             log.exception("a point of experiment %d could not be checked before launch", trial.experiment_id)
             return None
 

@@ -1,4 +1,4 @@
-"""Trials, their tasks and allocations: what is known, reported, and waited for."""
+"""Trials, their tasks and allocations: queries, reports, and long-polling requests."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from zero_trial.master.store import checkpoint_rows, experiment_rows, trial_rows
 from zero_trial.master.store import metric_rows as metrics
 
 _INVALID_HP = ("INVALID_HP", "INIT_INVALID_HP")
-_LOOK_SECONDS = 1.0  # a waiting request looks again at least so often
-LOST_SECONDS = 300.0  # without a heartbeat
+_LOOK_SECONDS = 1.0  # seconds; a waiting request checks its condition at least this often
+LOST_SECONDS = 300.0  # seconds without a heartbeat
 _UNMANAGED_STATES = {
     "ACTIVE": TrialState.ACTIVE,
     "RUNNING": TrialState.ACTIVE,
@@ -50,7 +50,7 @@ _UNMANAGED_STATES = {
 
 
 class TrialService:
-    """Reads and kills single trials, and takes their reports."""
+    """Reads and kills single trials, and stores their reports."""
 
     def __init__(self, state: MasterState) -> None:
         self._state = state
@@ -58,14 +58,14 @@ class TrialService:
     # -- reading
 
     def get(self, trial_id: int, *, derived: bool = True) -> Trial:
-        """Return a trial; ``derived``: with validations and summary. Raises NotFound."""
+        """Return a trial. ``derived``: with validations and summary. Raises NotFound."""
         return existing(self._state.read(trial_rows.get, trial_id, derived=derived), f"trial {trial_id}")
 
     def workloads(
         self, trial_id: int, kinds: Sequence[str] | None = None, *, include_batch_metrics: bool = False
     ) -> tuple[int, Iterator[MetricReport | Checkpoint]]:
-        """Return the number of a trial's reports and checkpoints, and these by steps completed,
-        without archived reports.
+        """Return the number of a trial's reports and checkpoints, and an iterator over them in
+        order of steps completed, without archived reports.
 
         Args:
             kinds: training, validation, checkpoint; None means all.
@@ -84,15 +84,15 @@ class TrialService:
         return total, heapq.merge(*parts, key=lambda item: item.steps_completed or 0)
 
     def metrics(self, trial_id: int, group: str | None = None) -> Iterator[MetricReport]:
-        """Yield the reports of a group (None: of all groups), without archived ones."""
+        """Yield the reports of a group (None: all groups), without archived reports."""
         self.get(trial_id, derived=False)
         return metrics.of_trial(self._state.database.reading, trial_id, group, batch_metrics=True)
 
     def logs(self, trial_id: int, query: LogQuery) -> Iterator[LogLine | None]:
         """Return the lines of all runs of a trial; the iterator may be dropped at any time.
 
-        With ``follow`` it yields a line within half a second after it was written, and None after a
-        second or two without a line, so that the caller can check whether its reader is still
+        With ``follow``, yields each line within half a second after it was written, and None after
+        one to two seconds without a line, so that the caller can check whether its reader is still
         connected.
         """
         return _read_logs(self._state, self.get(trial_id, derived=False), query)
@@ -100,7 +100,7 @@ class TrialService:
     # -- changing
 
     def kill(self, trial_id: int) -> None:
-        """End a trial now, for its search as canceled. Raises Conflict if active and unmanaged."""
+        """Kill a trial: canceled for its search. Raises Conflict if active and unmanaged."""
         with transaction(self._state) as tx:
             trial = tx.trial_of(trial_id)
             if trial.state is TrialState.ACTIVE:
@@ -108,7 +108,7 @@ class TrialService:
             tx.apply_to_trial(trial_id, lifecycle.TrialSignal.KILL)
 
     def change(self, trial_id: int, **columns: Any) -> None:
-        """Set columns of a trial: ``metadata``, or ``runner_state``, what the harness does now."""
+        """Set columns of a trial: ``metadata``, or ``runner_state`` (phase of the harness)."""
         with transaction(self._state) as tx:
             tx.trial_of(trial_id)
             trial_rows.change(tx.connection, trial_id, **columns)
@@ -126,11 +126,11 @@ class TrialService:
         batch_metrics: Any = None,
         reported: float | None = None,
     ) -> None:
-        """Store a report of metrics; a validation also goes to the search. Raises Invalid if the
-        run id is stale.
+        """Store a report of metrics; pass a validation on to the search. Raises Invalid if the run
+        id is stale.
 
-        It is cheap: a report can be read at once, and is on disk within a tenth of a second (a
-        validation: on return).
+        This is cheap: a report is readable immediately, and on disk within a tenth of a second (a
+        validation: before this returns).
         """
         with transaction(self._state) as tx:
             newest, before, unmanaged = existing(trial_rows.reached(tx.connection, trial_id), f"trial {trial_id}")
@@ -147,10 +147,10 @@ class TrialService:
 
     def _add(self, tx: Transaction, report: MetricReport, *, unmanaged: bool) -> None:
         if unmanaged and report.run_id > 1 and report.steps_completed is not None:
-            # an unmanaged run starts where it likes: its reports say which earlier ones are void
+            # an unmanaged run can start at any step: its reports void earlier ones
             metrics.archive_repeated(tx.connection, report)
         if report.steps_completed is not None and metrics.known(tx.connection, report):
-            return  # sent again because the answer was lost: the search has it
+            return  # a repeated report, because the response was lost: the search already has it
         if report.group != "validation":
             metrics.add(tx.connection, report)
             return
@@ -161,7 +161,7 @@ class TrialService:
         tx.search(trial.experiment_id, lambda search: search.on_validation(trial.request_id, report.metrics), trial.id)
 
     def report_progress(self, trial_id: int, progress: float) -> None:
-        """Record how far a trial is, and compute how far its search is.
+        """Record the progress of a trial, and recompute the progress of its search.
 
         Args:
             progress: a fraction of this trial's own work from 0 to 1.
@@ -182,10 +182,10 @@ class TrialService:
             experiment_rows.change(tx.connection, number, progress=progress)
 
     def early_exit(self, trial_id: int, reason: str) -> None:
-        """Record that a trial ends by itself.
+        """Record that a trial is going to exit early.
 
         Args:
-            reason: as Determined names it, for example EXITED_REASON_INVALID_HP.
+            reason: Determined's name for the reason, for example EXITED_REASON_INVALID_HP.
         """
         word = reason.removeprefix("EXITED_REASON_")
         with transaction(self._state) as tx:
@@ -193,8 +193,8 @@ class TrialService:
             tx.apply_to_trial(trial_id, lifecycle.EarlyExit(lifecycle.INVALID_HP if word in _INVALID_HP else word))
 
     def start_run(self, trial_id: int) -> None:
-        """Note that a rank will report (``POST /runs/start``, whose runId is the trial's id).
-        Raises Conflict if the trial has ended."""
+        """Accept the announcement that a rank will report (``POST /runs/start``; runId is the
+        trial's id). Raises Conflict if the trial has ended."""
         trial = self.get(trial_id, derived=False)
         if trial.state.final:
             raise Conflict(f"trial {trial_id} is {trial.state.value}")
@@ -202,7 +202,7 @@ class TrialService:
 
 @dataclass(frozen=True)
 class _StoredSource(logs.Source):
-    """The logs of a trial, with the ids of its runs from the store."""
+    """The logs of a trial, with the ids of its runs read from the store."""
 
     state: MasterState
 
@@ -216,7 +216,7 @@ class _StoredSource(logs.Source):
 
 
 def _read_logs(state: MasterState, trial: Trial, query: LogQuery) -> Iterator[LogLine | None]:
-    """Return the log lines of a trial, or of one of its tasks."""
+    """Return an iterator over the log lines of a trial, or of one of its tasks."""
     folder = state.directory.trial_logs(trial.id)
     source = _StoredSource(folder, trial.id, query.task_id or trial.task_id, state)
     if not query.follow:
@@ -236,7 +236,7 @@ def _read_logs(state: MasterState, trial: Trial, query: LogQuery) -> Iterator[Lo
 
 
 class TaskService:
-    """Reads tasks and their allocations, and takes what these report."""
+    """Reads tasks and their allocations, and stores the reports of allocations."""
 
     def __init__(self, state: MasterState) -> None:
         self._state = state
@@ -252,7 +252,7 @@ class TaskService:
             return self._task(connection, trial, task_id, experiment)
 
     def tasks(self) -> list[Task]:
-        """List the tasks with an allocation that has not ended."""
+        """List the tasks that have an allocation that has not ended."""
         with self._state.database.reading() as connection:
             experiment = cache(partial(experiment_rows.get, connection, derived=False))
             ids = dict.fromkeys((run.trial_id, run.task_id) for run in trial_rows.allocations(connection))
@@ -289,19 +289,19 @@ class TaskService:
         return self._state.read(experiment_rows.context, trial.experiment_id) or b""
 
     def logs(self, task_id: str, query: LogQuery) -> Iterator[LogLine | None]:
-        """Return the log lines of a task, and the master's own about its trial."""
+        """Return the log lines of a task, and the master's own lines about its trial."""
         return _read_logs(self._state, self._trial(task_id), replace(query, task_id=task_id))
 
     def _trial(self, task_id: str) -> Trial:
         return existing(self._state.read(trial_rows.of_task, task_id), f"task {task_id}")
 
-    # -- what an allocation reports and waits for
+    # -- reports and waiting requests of an allocation
 
     def preemption_signal(self, allocation_id: str, timeout: float) -> bool:
         """Wait at most ``timeout`` seconds for a preemption; return whether there is one."""
         until = time.monotonic() + timeout
         while True:
-            # held while looking, so that no signal comes between the look and the wait
+            # hold the lock, so that no signal arrives between the check and the wait
             with self._state.signaled:
                 found = self.allocation(allocation_id)
                 left = until - time.monotonic()
@@ -315,11 +315,11 @@ class TaskService:
                 self._state.signaled.wait(min(left, _LOOK_SECONDS))
 
     def all_gather(self, allocation_id: str, request: str, peers: int, data: Any, timeout: float) -> list[Any]:
-        """Return the data of all ``peers`` once each has sent its own, in the order of arrival. A
-        peer that repeats its request counts once.
+        """Return the data of all ``peers`` in order of arrival, once each peer has sent its own. A
+        repeated request of a peer counts once.
 
-        Raises Conflict if the others have not come within ``timeout`` seconds, or the allocation
-        has ended (the peer asks again), and Invalid if there are not so many containers.
+        Raises Conflict if the other peers have not arrived within ``timeout`` seconds, or if the
+        allocation has ended (the peer then retries). Raises Invalid if there are fewer containers.
         """
         until = time.monotonic() + timeout
         there = len(self._state.nodes_of(self.allocation(allocation_id).slots))
@@ -329,7 +329,7 @@ class TaskService:
             rounds = self._state.gathered.setdefault(allocation_id, [])
             known = next((sent for _, sent in rounds if request in sent), None)
             if known is None and (not rounds or len(rounds[-1][1]) == rounds[-1][0]):
-                # who begins the next round has got the data of the last one, but others may not yet
+                # keep the last round: this peer has its data, but others may not
                 rounds[:] = [*rounds[-1:], (peers, {})]
             sent = rounds[-1][1] if known is None else known
             sent[request] = data
@@ -375,7 +375,7 @@ class TaskService:
         if matches:
             with transaction(self._state) as tx:
                 run = trial_rows.newest_allocation(tx.connection, trial.id)
-                if run is not None:  # an unmanaged trial has none
+                if run is not None:  # an unmanaged trial has no run
                     for match in matches:
                         tx.add_log_match(run, match)
 
@@ -384,14 +384,14 @@ class TaskService:
 
 
 def require_managed(experiment: Experiment) -> None:
-    """Raise Conflict for an unmanaged experiment: nothing here runs its trials."""
+    """Raise Conflict for an unmanaged experiment: this master does not run its trials."""
     if experiment.unmanaged:
         raise Conflict(f"experiment {experiment.id} is unmanaged", fix="End the script that reports to it.")
 
 
 @dataclass(frozen=True)
 class StartedRun:
-    """A run of an unmanaged trial, and where it goes on."""
+    """A run of an unmanaged trial, and the checkpoint that it resumes from."""
 
     run_id: int
     latest_checkpoint: str | None
@@ -399,21 +399,21 @@ class StartedRun:
 
 
 class UnmanagedService:
-    """Creates unmanaged trials, and takes their states and heartbeats.
+    """Creates unmanaged trials, and stores their states and heartbeats.
 
-    They are processes that this master did not start, which report what they do, as
-    ``determined.experimental.core_v2`` does in a script of one's own. They have no runs, no slots
-    and no search. Their state is what they say it is; one that is active sends a heartbeat each
-    minute, and ends as failed if none comes for five. The state of their experiment follows from
-    theirs.
+    Unmanaged trials are processes that this master did not start and that report their own state,
+    as ``determined.experimental.core_v2`` does in a user's script. They have no allocations, slots
+    or search. An active trial sends a heartbeat every minute; after five minutes without a
+    heartbeat, the trial ends as failed. The state of an unmanaged experiment is derived from the
+    states of its trials.
     """
 
     def __init__(self, state: MasterState) -> None:
         self._state = state
 
     def create(self, experiment_id: int, hparams: Mapping[str, Any], external_id: str | None = None) -> Trial:
-        """Create a trial, which waits to be started; one whose ``external_id`` is known is returned
-        as it is. Raises NotFound or Conflict."""
+        """Create a trial that waits to be started. If ``external_id`` is known, return that trial
+        unchanged. Raises NotFound or Conflict."""
         with transaction(self._state) as tx:
             experiment = tx.experiment_of(experiment_id)
             _require_unmanaged(experiment)
@@ -437,9 +437,9 @@ class UnmanagedService:
         return self._get(number)
 
     def start(self, trial_id: int, *, resume: bool) -> StartedRun:
-        """Begin a run of a trial; from the second on, it goes on from the newest checkpoint.
+        """Begin a run of a trial; every run after the first resumes from the newest checkpoint.
 
-        Raises NotFound or Conflict, also if it was started before and ``resume`` is False.
+        Raises NotFound, or Conflict (also if the trial was started before and ``resume`` is False).
         """
         with transaction(self._state) as tx:
             trial, experiment = self._own(tx, trial_id)
@@ -460,7 +460,7 @@ class UnmanagedService:
             return StartedRun(run_id, saved.uuid if saved else None, saved.steps_completed if saved else 0)
 
     def patch(self, trial_id: int, state: str | None = None) -> Trial:
-        """Record a heartbeat, and a state if given. Raises NotFound, Invalid or Conflict."""
+        """Record a heartbeat, and the state if given. Raises NotFound, Invalid or Conflict."""
         with transaction(self._state) as tx:
             _, experiment = self._own(tx, trial_id)
             changes: dict[str, Any] = {"last_activity": tx.now}
@@ -477,10 +477,10 @@ class UnmanagedService:
         return self._get(trial_id)
 
     def end_silent(self) -> None:
-        """End the active trials that have sent nothing for five minutes in which they could."""
+        """End the active trials without a heartbeat for five minutes of this master's uptime."""
         now = self._state.clock()
         if now < self._state.began + LOST_SECONDS:
-            return  # this master was not there: their heartbeats came to nothing
+            return  # this master was not up yet: heartbeats may have been lost
         found = self._state.read(trial_rows.silent, now - LOST_SECONDS)
         for trial in found:
             with transaction(self._state) as tx:
@@ -511,7 +511,7 @@ def _require_unmanaged(experiment: Experiment) -> None:
 
 
 def _settle(tx: Transaction, experiment: Experiment) -> None:
-    """Give an experiment the state that follows from those of its trials."""
+    """Update an experiment's state from the states of its trials."""
     known = trial_rows.of_experiment(tx.connection, experiment.id)
     state = lifecycle.unmanaged_state([trial.state for trial in known])
     if state is experiment.state:

@@ -1,5 +1,4 @@
-"""The master over HTTP: requests of Determined's ``det`` command and harness, answered by a
-`Master`.
+"""The master over HTTP: a `Master` answers requests of Determined's ``det`` command and harness.
 
 ``with listen(master, port=0) as server`` listens on loopback at ``server.url`` until the block
 ends.

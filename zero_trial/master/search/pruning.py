@@ -1,4 +1,4 @@
-"""Pruning: find out before a trial is launched whether its ds_config can be reconciled."""
+"""Pruning: check before a trial is launched whether its ds_config can be reconciled."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _FOREIGN = (DEEPSPEED_LAUNCHER, "zero_trial.as_deepspeed")
 
 
 def reason(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]) -> str | None:
-    """Return why ``hparams`` cannot be trained, in one line; None if they can, or if that cannot be
-    known. Pure.
+    """Return why ``hparams`` cannot be trained, in one line; None if they can be trained, or if
+    this is unknown. Pure.
 
-    It cannot be known if no ds_config is named, its file is not in the context directory, or
-    DeepSpeed itself or a script for DeepSpeed is to read it: such a script may complete it first,
-    as Trainer of transformers does with "auto".
+    The answer is unknown if no ds_config is named, its file is not in the context directory, or
+    DeepSpeed itself or a script for DeepSpeed reads the ds_config: such a script may complete the
+    config first, as the Trainer of transformers does with "auto".
 
     Args:
         config: a completed experiment config.
         hparams: one point of the search.
-        files: the context directory (path -> content), in which ``data.ds_config`` may name a file.
+        files: the context directory (path -> content), for a file named by ``data.ds_config``.
     """
     try:
         _resolve(config, hparams, files)
@@ -48,8 +48,8 @@ def reason(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping
 
 
 def resolved(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the whole ds_config of a trial in the form of resolved_config.json; nothing if it
-    cannot be known. Pure; arguments as for :func:`reason`."""
+    """Return the complete ds_config of a trial in the format of resolved_config.json; empty if it
+    is unknown. Pure; arguments as for :func:`reason`."""
     try:
         found = _resolve(config, hparams, files)
     except ConfigError:
@@ -74,8 +74,8 @@ def _resolve(
 def replaced_rates(
     config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]
 ) -> tuple[str, ...]:
-    """Return a line for each learning rate of a trial that its scheduler replaces. Pure; arguments
-    as for :func:`reason`."""
+    """Return one line for each learning rate of a trial that its scheduler overrides. Pure;
+    arguments as for :func:`reason`."""
     try:
         source = _source(config, hparams, files)
         if source is None:
@@ -86,7 +86,7 @@ def replaced_rates(
 
 
 def ds_config_file(config: Mapping[str, Any], hparams: Mapping[str, Any]) -> str | None:
-    """Return the file of the base ds_config; None if it is written out, a preset, or missing."""
+    """Return the file name of the base ds_config; None if it is inline, a preset, or missing."""
     named = named_ds_config(config.get("data"), hparams)[1]
     return named if isinstance(named, str) and named not in preset_names() else None
 
@@ -119,7 +119,7 @@ def parse_file(name: str, content: bytes) -> Document:
 
 
 def _hints(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the run's length in optimizer steps, which fills "auto", if the searcher sets it."""
+    """Return the training length in optimizer steps, to fill "auto", if the searcher sets it."""
     searcher = config.get("searcher") or {}
     length = searcher.get("max_length")
     if isinstance(length, Mapping) and length.get("batches"):

@@ -1,15 +1,15 @@
-"""A search as a state machine: events about trials go in, actions come out; its whole state is a
-JSON value between events.
+"""A search as a state machine: it receives events about trials and returns actions. Between events,
+its whole state is a JSON value.
 
-First the random numbers, from which each trial gets its hyperparameters, request id and seed:
-`Stream` draws what a Determined 0.38.1 master draws from the same seed. Then what all searchers
-share, and the searchers single, random, grid and adaptive_asha.
+First comes the random stream, from which each trial gets its hyperparameters, request id and seed:
+`Stream` draws the same values as a Determined 0.38.1 master with the same seed. Then come the
+common base class and the searchers single, random, grid and adaptive_asha.
 
-adaptive_asha is brackets of asynchronous successive halving (ASHA) side by side, as in Determined
-0.38: `divide` cuts the trials into brackets; a `Bracket` is a ladder of rungs, at each of which
-only the best 1/divisor of the trials that were measured there may go on.
+adaptive_asha runs several brackets of asynchronous successive halving (ASHA) in parallel, as in
+Determined 0.38. `divide` splits the trials into brackets. A `Bracket` is a ladder of rungs; at each
+rung, only the best 1/divisor of the trials measured there may continue.
 
-A new searcher is a subclass of `Searcher` with a row in SEARCHERS, and its keys in
+To add a searcher, subclass `Searcher`, add it to SEARCHERS, and add its keys to
 ``experiment/sections.py``.
 """
 
@@ -38,11 +38,11 @@ _SEEDS = 2**31  # of trials: 0 to 2^31 - 1
 class Stream:
     """One Mersenne Twister for all trials of a search, as in Determined.
 
-    A trial draws its hyperparameters, then 16 bytes of request id, then its seed. numpy's
-    ``RandomState(seed)`` is seeded in the same way and gives the same integers and doubles.
+    Each trial draws its hyperparameters, then the 16 bytes of its request id, then its seed.
+    numpy's ``RandomState(seed)`` uses the same seeding and produces the same integers and doubles.
 
-    The state is the seed and the number of 32-bit words that were taken: 64 KB per 16 384 words
-    are drawn again when a search is restored.
+    The state is the seed and the number of 32-bit words drawn so far. Restoring a search draws
+    these words again: 64 KB for each 16 384 words.
     """
 
     def __init__(self, seed: int, words: int = 0) -> None:
@@ -58,7 +58,7 @@ class Stream:
     def trial(
         self, space: Mapping[str, Any], hparams: Mapping[str, Any] | None = None
     ) -> tuple[str, Mapping[str, Any], int]:
-        """Draw the next trial: a sample of ``space``, unless ``hparams`` are given; return its
+        """Draw the next trial: a sample of ``space``, unless ``hparams`` are given. Return its
         request id, hyperparameters and seed."""
         drawn = sample(space, self) if hparams is None else hparams
         name = b"".join(self._word().to_bytes(4, "little") for _ in range(4))
@@ -68,8 +68,8 @@ class Stream:
         return {"seed": self._seed, "words": self._words}
 
     def below(self, count: int) -> int:
-        """Return an integer, 0 to count - 1: the lowest bits of a draw, again while it is too
-        large; nothing is drawn for a count of 1."""
+        """Return an integer from 0 to count - 1: the lowest bits of a draw, repeated while the
+        result is too large. A count of 1 draws nothing."""
         bits = (count - 1).bit_length()
         while bits:
             drawn = self._word() if bits <= 32 else self._word() << 32 | self._word()
@@ -79,7 +79,7 @@ class Stream:
         return 0
 
     def unit(self) -> float:
-        """Return a number from 0 to below 1: 27 bits of one word and 26 of the next."""
+        """Return a float in [0, 1), made of 27 bits of one word and 26 bits of the next."""
         return ((self._word() >> 5) * 2.0**26 + (self._word() >> 6)) / 2.0**53
 
     def _word(self) -> int:
@@ -88,20 +88,20 @@ class Stream:
 
 
 class ExitReason(str, Enum):
-    """The reason why a trial is over, as its searcher gets it.
+    """The reason for the end of a trial, as reported to its searcher.
 
-    A trial whose hyperparameters cannot be trained is COMPLETED, as on Determined's master, which
-    never tells its searcher of them: it counts, and nothing replaces it.
+    A trial whose hyperparameters cannot be trained is COMPLETED, because Determined's master
+    does not report such trials to the searcher either: the trial counts, and is not replaced.
     """
 
-    COMPLETED = "completed"  # it came to its end, or was stopped by the searcher
+    COMPLETED = "completed"  # it trained to its end, or the searcher stopped it
     ERRORED = "errored"  # it failed and has no restarts left
-    CANCELED = "canceled"  # its user ended it
+    CANCELED = "canceled"  # its user canceled it
 
 
 @dataclass(frozen=True)
 class Create:
-    """Start a trial with this seed; the searcher calls it ``request_id`` from now on."""
+    """Start a trial with this seed; all later events use its ``request_id``."""
 
     request_id: str
     hparams: Mapping[str, Any]
@@ -110,7 +110,7 @@ class Create:
 
 @dataclass(frozen=True)
 class Stop:
-    """End a trial permanently, as COMPLETED. ``finished``: it has trained to its end."""
+    """End a trial permanently, as COMPLETED. ``finished``: it has trained to its full length."""
 
     request_id: str
     finished: bool = False
@@ -118,7 +118,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """The search is over; how its trials ended decides how the experiment does."""
+    """The search is over; the final states of its trials determine the experiment's final state."""
 
 
 Action: TypeAlias = Create | Stop | Shutdown
@@ -126,7 +126,7 @@ Action: TypeAlias = Create | Stop | Shutdown
 
 @dataclass(frozen=True)
 class PlannedTrials:
-    """``count`` trials that train for ``units`` of ``unit``; to their end if ``units`` is None."""
+    """``count`` trials that train for ``units`` of ``unit``; None: the full length."""
 
     count: int
     units: int | None = None
@@ -143,13 +143,13 @@ _RUNNING, _STOPPING = "running", "stopping"
 class Searcher(abc.ABC):
     """Decides one experiment's search. Not thread-safe.
 
-    Pure: no clock, no files; the same events give the same actions. Events about a trial that is
-    over, and any event after Shutdown, change nothing. An unknown request id is a ZeroTrialError.
+    Pure: uses no clock and no files; the same events produce the same actions. Events about ended
+    trials, and all events after Shutdown, have no effect. Unknown ids raise ZeroTrialError.
 
     Attributes:
         section: the completed config's ``searcher``, without nulls.
         space: its ``hyperparameters``.
-        states: request ids, in the order of creation, to ``running``, ``stopping`` or the value of
+        states: maps request ids, in order of creation, to ``running``, ``stopping`` or the value of
             an ExitReason.
     """
 
@@ -169,8 +169,8 @@ class Searcher(abc.ABC):
     def on_validation(self, request_id: str, metrics: Mapping[str, Any]) -> list[Action]:
         """Handle the validation ``metrics`` of a trial.
 
-        Raises MetricMissing if the search cannot go on with this trial: the caller fails the trial
-        and calls ``on_exited(request_id, ExitReason.ERRORED)`` after its end.
+        Raises MetricMissing if the search cannot continue with this trial. The caller then fails
+        the trial and calls ``on_exited(request_id, ExitReason.ERRORED)`` after its end.
         """
         if self.over or self._state(request_id) != _RUNNING:
             return []
@@ -185,11 +185,11 @@ class Searcher(abc.ABC):
         return self._ended_if_empty(self._exited(request_id, reason, before == _STOPPING))
 
     def progress(self, fractions: Mapping[str, float]) -> float:
-        """Return how far the search is, 0 to 1, as Determined computes it. It can fall when trials
-        are created.
+        """Return the progress of the search, 0 to 1, as Determined computes it. The value can
+        decrease when trials are created.
 
         Args:
-            fractions: how far each running trial is, 0 to 1, by request id.
+            fractions: the progress of each running trial, 0 to 1, by request id.
         """
         return 1.0 if self.over else min(max(self._progress(fractions), 0.0), 1.0)
 
@@ -198,12 +198,12 @@ class Searcher(abc.ABC):
         """Return the expected number of trials per training length, shortest first."""
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the whole state as a JSON value, the draws included, for ``restore``."""
+        """Return the whole state, including the draws, as a JSON value for ``restore``."""
         return {"kind": self.kind, "draws": self.draws.as_json(), "trials": dict(self.states), "over": self.over}
 
     def load_state(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; its draws are those that this searcher was built with.
-        Raises ZeroTrialError for another searcher's."""
+        """Load the state of ``snapshot``, except the draws, which were set when this searcher was
+        built. Raises ZeroTrialError if the snapshot belongs to another kind of searcher."""
         if snapshot.get("kind") != self.kind:
             raise ZeroTrialError(
                 "the snapshot belongs to another searcher", got=snapshot.get("kind"), expected=self.kind
@@ -224,7 +224,7 @@ class Searcher(abc.ABC):
         return []
 
     def _create(self, hparams: Mapping[str, Any] | None = None) -> Create:
-        """Create a trial, of a sample unless ``hparams`` are given."""
+        """Create a trial from a new sample, unless ``hparams`` are given."""
         request_id, drawn, seed = self.draws.trial(self.space, hparams)
         self.states[request_id] = _RUNNING
         return Create(request_id, drawn, seed)
@@ -236,7 +236,7 @@ class Searcher(abc.ABC):
             raise ZeroTrialError("not a trial of this search", where=f"request id {request_id}") from None
 
     def _ended_if_empty(self, actions: list[Action]) -> list[Action]:
-        """Return ``actions``, followed by a Shutdown if no trial is left."""
+        """Return ``actions``, plus a Shutdown if no trial is left."""
         if any(state in (_RUNNING, _STOPPING) for state in self.states.values()):
             return actions
         self.over = True
@@ -244,7 +244,7 @@ class Searcher(abc.ABC):
 
 
 class RandomSearch(Searcher):
-    """``max_trials`` samples, some at a time (0: all)."""
+    """Runs ``max_trials`` random samples, at most ``max_concurrent_trials`` at a time (0: all)."""
 
     kind = "random"
 
@@ -269,7 +269,7 @@ class RandomSearch(Searcher):
         return [self._next()] if len(self.states) < self.size else []
 
     def _progress(self, fractions: Mapping[str, float]) -> float:
-        """Return how far the trials created so far are on average: 1 for each that is over."""
+        """Return the average progress of the trials created so far; ended trials count as 1."""
         shares = [
             min(max(fractions.get(request_id, 0.0), 0.0), 1.0) if state in (_RUNNING, _STOPPING) else 1.0
             for request_id, state in self.states.items()
@@ -278,7 +278,7 @@ class RandomSearch(Searcher):
 
 
 class SingleSearch(RandomSearch):
-    """One trial."""
+    """Runs one trial."""
 
     kind = "single"
 
@@ -287,7 +287,7 @@ class SingleSearch(RandomSearch):
 
 
 class GridSearch(RandomSearch):
-    """Every point of the grid once, from the last to the first."""
+    """Runs every point of the grid once, from the last to the first."""
 
     kind = "grid"
 
@@ -300,12 +300,12 @@ class GridSearch(RandomSearch):
 
 
 def divide(section: Mapping[str, Any], max_time: int) -> list[tuple[int, int, int]]:
-    """Return rungs, trials, and trials at a time of each bracket of a ``searcher`` section without
-    nulls, those with most rungs, that is with most early stopping, first. Pure."""
+    """Return (rungs, trials, concurrent trials) of each bracket. ``section`` is without nulls. The
+    bracket with the most rungs, that is, with the most early stopping, is first. Pure."""
     max_trials, divisor = section["max_trials"], float(section.get("divisor", 4))
     rungs = section.get("bracket_rungs")
     if not rungs:
-        # the most rungs that max_time and max_trials have room for
+        # limit the number of rungs to what max_time and max_trials allow
         by_time, by_trials = (int(math.log(number) / math.log(divisor)) + 1 for number in (max_time, max_trials))
         most = min(section.get("max_rungs", 5), by_time, by_trials)
         rungs = rungs_by_mode(section.get("mode", "standard"), most)
@@ -317,10 +317,10 @@ def divide(section: Mapping[str, Any], max_time: int) -> list[tuple[int, int, in
 
 
 def rungs_by_mode(mode: str, most: int) -> list[int]:
-    """Return the rungs of each bracket.
+    """Return the number of rungs of each bracket.
 
-    Aggressive: one bracket with all rungs. Conservative: one of each height. Standard: the upper
-    half of those.
+    Aggressive: one bracket with all rungs. Conservative: one bracket of each height. Standard: the
+    upper half of the conservative brackets.
     """
     lowest = {"aggressive": most, "standard": (most - 1) // 2 + 1, "conservative": 1}.get(mode)
     if lowest is None:
@@ -331,9 +331,9 @@ def rungs_by_mode(mode: str, most: int) -> list[int]:
 
 
 def _trials(max_trials: int, divisor: float, rungs: Sequence[int]) -> list[int]:
-    """Divide the trials so that all brackets cost about as much.
+    """Divide the trials such that all brackets cost about the same.
 
-    A bracket of r rungs spends about r / divisor^(r-1) of a whole training per trial.
+    A bracket of r rungs spends about r / divisor^(r-1) of a full training per trial.
     """
     weights = [divisor ** (number - 1) / number for number in rungs]
     total = sum(weights)
@@ -358,15 +358,15 @@ WORST = sys.float_info.max
 class Rung:
     """A rung with its measured trials.
 
-    ``units`` is the training that a trial needs to be measured here; ``entries`` are (metric,
-    request id), smallest metric first.
+    ``units`` is how long a trial must train to be measured here. ``entries`` are (metric, request
+    id) pairs, smallest metric first.
     """
 
     units: int
     entries: list[tuple[float, str]] = field(default_factory=list)
 
     def insert(self, metric: float, request_id: str) -> int:
-        """Put a metric in its place, before equal ones, and return its rank from 0."""
+        """Insert a metric in sorted order, before equal values; return its rank (from 0)."""
         rank = bisect.bisect_left([entry[0] for entry in self.entries], metric)
         self.entries.insert(rank, (metric, request_id))
         return rank
@@ -374,9 +374,9 @@ class Rung:
 
 @dataclass
 class Bracket:
-    """A ladder of rungs whose top is the whole training.
+    """A ladder of rungs; the top rung is the full training.
 
-    ``position`` is the rung that each of its trials has to pass next.
+    ``position`` is the rung that each of its trials must pass next.
     """
 
     rungs: list[Rung]
@@ -388,16 +388,16 @@ class Bracket:
 
     @classmethod
     def ladder(cls, rungs: int, divisor: float, max_time: int, max_trials: int, max_concurrent: int) -> Bracket:
-        """Make the rungs: rung k below the top needs max_time / divisor^k units, at least 1.
+        """Create the rungs: the rung k below the top needs max_time / divisor^k units, at least 1.
 
-        Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", Alg. 2, with the
-        reduction factor called divisor.
+        See Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", Alg. 2; the
+        reduction factor there is called divisor here.
         """
         units = [max(int(max_time / divisor ** (rungs - 1 - number)), 1) for number in range(rungs)]
         return cls([Rung(need) for need in units], divisor, max_trials, max_concurrent)
 
     def planned(self) -> list[tuple[int, int]]:
-        """Return each rung's units and how many trials end there if 1/divisor of them go on."""
+        """Return each rung's units and how many trials end there if 1/divisor of them continue."""
         found, reached = [], self.max_trials
         for rung in self.rungs[:-1]:
             on = max(int(reached / self.divisor), 1)
@@ -409,7 +409,7 @@ class Bracket:
         return min(self.max_concurrent, self.max_trials)
 
     def climb(self, request_id: str, time: int, metric: float) -> bool:
-        """Record a validation at one rung or several; return whether the trial must stop."""
+        """Record a validation at one or more rungs; return whether the trial must stop."""
         for number in range(self.position[request_id], len(self.rungs)):
             rung = self.rungs[number]
             self.position[request_id] = number
@@ -422,11 +422,11 @@ class Bracket:
         return False
 
     def drop_early(self, request_id: str) -> None:
-        """Rank a trial that ended by itself last in its rung for good."""
+        """Permanently rank a trial that ended early last in its rung."""
         self.rungs[self.position[request_id]].insert(WORST, request_id)
 
     def progress(self) -> float:
-        """Return measured trials over 1.2 max_trials; at the end, trials over max_trials."""
+        """Return measured / (1.2 max_trials); if all are measured, at least ended / max_trials."""
         measured = len(self.rungs[0].entries)
         done = measured / (1.2 * self.max_trials)
         return max(self.ended / self.max_trials, done) if measured == self.max_trials else done
@@ -448,9 +448,9 @@ class Bracket:
 class AdaptiveAsha(Searcher):
     """Asynchronous successive halving with several brackets.
 
-    A trial runs until its validation is not among the best 1/divisor of its rung, or has reached
-    the top. It belongs to the bracket that created it. ``metric`` and ``time_metric`` are both read
-    from the validation metrics. NaN counts as the worst value.
+    A trial runs until its validation is not one of the best 1/divisor of its rung, or until it
+    reaches the top rung. It belongs to the bracket that created it. Both ``metric`` and
+    ``time_metric`` are read from the validation metrics. NaN counts as the worst value.
     """
 
     kind = "adaptive_asha"
@@ -521,7 +521,7 @@ class AdaptiveAsha(Searcher):
 
 
 def training_length(searcher: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the time metric and the length of a training: max_time, or max_length."""
+    """Return the time metric and the training length: max_time, or max_length."""
     length = searcher.get("max_length")
     if searcher.get("max_time") is not None:
         return str(searcher["time_metric"]), int(searcher["max_time"])
@@ -554,14 +554,14 @@ SEARCHERS: Mapping[str, type[Searcher]] = MappingProxyType(
 
 
 def build(section: Mapping[str, Any], hyperparameters: Mapping[str, Any], seed: int, words: int = 0) -> Searcher:
-    """Build the searcher of a completed config, not yet started. Raises ConfigError for what
-    ``experiment.complete`` would have refused.
+    """Build the searcher of a completed config, not yet started. Raises ConfigError for values that
+    ``experiment.complete`` would have rejected.
 
     Args:
         section: the config's ``searcher``.
         hyperparameters: the space to search.
         seed: ``reproducibility.experiment_seed``.
-        words: that were drawn before.
+        words: number of random words already drawn.
     """
     kind = SEARCHERS.get(str(section.get("name")))
     if kind is None:
@@ -572,7 +572,7 @@ def build(section: Mapping[str, Any], hyperparameters: Mapping[str, Any], seed: 
 
 
 def restore(section: Mapping[str, Any], hyperparameters: Mapping[str, Any], snapshot: Mapping[str, Any]) -> Searcher:
-    """Build the searcher of the same config in the state of ``snapshot``."""
+    """Build the searcher of a config and restore its state from ``snapshot``."""
     search = build(section, hyperparameters, int(snapshot["draws"]["seed"]), int(snapshot["draws"]["words"]))
     search.load_state(snapshot)
     return search

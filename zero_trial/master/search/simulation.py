@@ -1,7 +1,7 @@
-"""A search simulated with synthetic learning curves: what it would create, stop and spend.
+"""Simulates a search with synthetic learning curves: trials created and stopped, and units spent.
 
-A curve is a loss over the fraction of a training, different for every trial and the same for the
-same seed.
+A curve maps the fraction of a training to a loss. Every trial has a different curve; the same seed
+gives the same curve.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _START = 5.0
 
 
 def power(seed: int) -> Curve:
-    """Return a power law from 5 down to a final loss between 1 and 3: early leaders mostly win."""
+    """Return a power law from 5 down to a final loss between 1 and 3: early leaders usually win."""
     stream = random.Random(seed)
     final, exponent = stream.uniform(1.0, 3.0), stream.uniform(0.8, 1.2)
     scale = (_START - final) / (1.0 - 100.0**-exponent)
@@ -29,13 +29,13 @@ def power(seed: int) -> Curve:
 
 
 def crossing(seed: int) -> Curve:
-    """Return a curve on which slow starters end best: the hardest case for early stopping."""
+    """Return a curve with which slow starters end best: the hardest case for early stopping."""
     quality = random.Random(seed).random()
     return lambda fraction: _START - (1.0 + 3.0 * quality) * fraction ** (0.25 + 2.0 * quality)
 
 
 def noise(seed: int) -> Curve:
-    """Return a loss that does not depend on the trial: the search decides by chance alone."""
+    """Return a loss that does not depend on the trial: the outcome of the search is random."""
     return lambda fraction: random.Random(f"{seed}/{fraction:.6f}").uniform(1.0, _START)
 
 
@@ -48,7 +48,7 @@ Invalid = Callable[[Mapping[str, Any]], str | None]
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings of a simulation, for trials of ``length`` units, measured every ``period``."""
+    """Settings of a simulation: trials train ``length`` units and validate every ``period``."""
 
     metric: str
     unit: str
@@ -61,7 +61,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class RungCount:
-    """The count of one rung: trials that reached it, and trials that were stopped there."""
+    """Counts of one rung: trials that reached it, and trials that were stopped there."""
 
     bracket: int
     units: int
@@ -73,8 +73,8 @@ class RungCount:
 class Simulated:
     """The result of a simulated search.
 
-    ``spent`` and ``whole`` are units over all valid trials: as the search went, and had all run to
-    their end; ``elapsed`` is the time it took with every trial on a machine of its own.
+    ``spent`` and ``whole`` are total units of all valid trials: as searched, and if all trials had
+    trained to their full length. ``elapsed`` is the duration if every trial has its own machine.
     """
 
     trials: int
@@ -98,7 +98,7 @@ class _Running:
 
 @dataclass
 class _Stage:
-    """The state of a simulation between two events; ``due`` holds (when, order, request id)."""
+    """The state of a simulation between two events. ``due`` holds (time, order, request id)."""
 
     setup: Setup
     running: dict[str, _Running] = field(default_factory=dict)
@@ -117,8 +117,8 @@ class _Stage:
 
 
 def simulate(search: Searcher, setup: Setup) -> Simulated:
-    """Play ``search``, not yet started, to its end. Deterministic. Trials that are due at the same
-    time report in the order of creation."""
+    """Run ``search``, not yet started, to its end. Deterministic: trials that are due at the same
+    time report in order of creation."""
     stage = _Stage(setup)
     _act(search, stage, search.start())
     while stage.due:
@@ -141,7 +141,7 @@ def simulate(search: Searcher, setup: Setup) -> Simulated:
 
 
 def _act(search: Searcher, stage: _Stage, actions: list[Action]) -> None:
-    """Carry out the actions of the search, and those that follow from them."""
+    """Carry out the actions of the search, and all follow-up actions."""
     waiting = list(actions)
     while waiting:
         action = waiting.pop(0)

@@ -1,4 +1,4 @@
-"""What the master keeps on disk: one SQLite file, its schema and every query."""
+"""The master's persistent state: one SQLite file, its schema and every query."""
 
 from zero_trial.master.store.database import Database
 

@@ -1,8 +1,8 @@
-"""Lines of output on disk: one file per run of a trial, one JSON object per line; also how they are
-read back, while they are written too, and searched for the patterns of ``log_policies``.
+"""Log files: one file per run of a trial, one JSON object per line. This module writes them, reads
+and follows them, and searches them for the patterns of ``log_policies``.
 
-Files are read in blocks from either end, so the cost depends on the lines that are read and not on
-the length of the file.
+Files are read in blocks from either end, so that the cost depends on the number of lines read, not
+on the length of the file.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import Any
 
 from zero_trial.experiment.sections import compile_pattern
 
-BLOCK = 64 * 1024  # bytes that are read at a time
-Line = tuple[int, bytes]  # where it begins, and its bytes with the newline
+BLOCK = 64 * 1024  # bytes per read
+Line = tuple[int, bytes]  # its offset in the file, and its bytes including the newline
 
 FOLLOW_SECONDS = 0.2  # between two reads of a followed log
-SILENCE_SECONDS = 1.0  # after so long without a line a follower gets None
-MASTER = 0  # the run under which the master's own lines about a trial are kept
+SILENCE_SECONDS = 1.0  # a follower gets None after this long without a line
+MASTER = 0  # the run id of the master's own lines about a trial
 _RANK = re.compile(r"^\[rank=(\d+)\] ")
 _LEVEL = re.compile(r"\b(TRACE|DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of output. ``id`` rises with the line and can be used to go on after it."""
+    """One line of output. ``id`` increases with each line, and readers can resume after it."""
 
     id: str
     time: float
@@ -41,47 +41,47 @@ class LogLine:
     trial_id: int
     task_id: str
     allocation_id: str
-    container_id: str = ""  # empty, as agent_id, for lines that the master adds
+    container_id: str = ""  # this and agent_id are empty for lines of the master
     agent_id: str = ""
     rank: int | None = None
     level: str = "INFO"  # TRACE, DEBUG, INFO, WARNING, ERROR or CRITICAL
-    has_level: bool = False  # it came with the line, and was not found in its text
+    has_level: bool = False  # whether the writer set the level; otherwise it is guessed from the text
     stdtype: str = "stdout"
-    source: str = "task"  # or "master", for lines that the master adds
+    source: str = "task"  # or "master", for lines of the master
 
 
 @dataclass(frozen=True)
 class LogQuery:
-    """A query for log lines; with ``follow`` its answer ends with the trial."""
+    """A query for log lines. With ``follow``, the result ends when the trial ends."""
 
     follow: bool = False
-    limit: int | None = None  # of the oldest lines, or with ``newest_first`` of the newest
+    limit: int | None = None  # of the oldest lines, or of the newest with ``newest_first``
     newest_first: bool = False
     since: float | None = None  # lines at or after
     until: float | None = None  # lines at or before
     search: str = ""  # a plain substring
-    # field of LogLine -> the values that pass; of "rank", -1 is a line without one
+    # field of LogLine -> accepted values; for "rank", -1 means a line without a rank
     among: Mapping[str, Collection[str | int]] = field(default_factory=dict)
-    task_id: str = ""  # the master's own lines belong to each task of a trial
+    task_id: str = ""  # lines of the master belong to every task of a trial
 
 
 def path_of(folder: Path, run_id: int, node: int = 0) -> Path:
-    """Return the file of a run in the trial's folder of logs; each of its nodes has one."""
+    """Return the log file of a run in the trial's log folder; each node has its own file."""
     return folder / (f"{run_id:06d}-{node}.jsonl" if node else f"{run_id:06d}.jsonl")
 
 
 def entry(message: str, at: float, stdtype: str = "stdout", **more: Any) -> bytes:
-    """Return one line of the file."""
+    """Return one line of a log file."""
     return json.dumps({"t": at, "s": stdtype, "m": message, **more}, separators=(",", ":")).encode() + b"\n"
 
 
 def append(path: Path, entries: Iterable[bytes]) -> None:
-    """Append lines in one write, usually, so that several writers do not mix them."""
+    """Append lines, usually in one write, so that lines of concurrent writers do not mix."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         left = memoryview(b"".join(entries))
-        while left:  # a write may be short: the disk is nearly full, or a signal came
+        while left:  # a write may be short if the disk is nearly full or a signal arrives
             left = left[os.write(handle, left) :]
     finally:
         os.close(handle)
@@ -89,7 +89,7 @@ def append(path: Path, entries: Iterable[bytes]) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """The folder of one trial's logs, and the ids that its lines carry."""
+    """The log folder of one trial, and the ids for its lines."""
 
     folder: Path
     trial_id: int
@@ -101,22 +101,22 @@ class Source:
 
 
 def lines(source: Source, query: LogQuery) -> Iterator[LogLine]:
-    """Return the lines that are there now, filtered, ordered and limited.
+    """Return the existing lines, filtered, ordered and limited.
 
-    They are read as they are consumed, from the end with ``newest_first``.
+    Lines are read lazily as the iterator is consumed; with ``newest_first``, from the end.
     """
     found = _newest_first(source, _ends(source)) if query.newest_first else LogTail(source).new()
     return islice((line for line in found if _wanted(line, query)), query.limit)
 
 
 def follow(source: Source, query: LogQuery, ended: Callable[[], bool]) -> Iterator[LogLine | None]:
-    """Yield lines as they come, until ``ended`` and nothing is left; None after a second without a
-    line.
+    """Yield lines as they arrive, until ``ended`` returns True and no line is left. Yield None
+    after each second without a line.
 
-    With ``newest_first`` and a limit: the newest lines first, then what comes after them.
+    With ``newest_first`` and a limit, yield the newest existing lines first, then all new lines.
     """
     tail = LogTail(source)
-    over = ended()  # before reading: what was written until then is read
+    over = ended()  # check before reading, so that all lines written until then are read
     if query.newest_first and query.limit is not None:
         newest = (line for line in tail.newest_first() if _wanted(line, query))
         yield from reversed(list(islice(newest, query.limit)))
@@ -139,18 +139,18 @@ def follow(source: Source, query: LogQuery, ended: Callable[[], bool]) -> Iterat
 
 
 def _ends(source: Source) -> dict[Path, int]:
-    """Return the end of the last complete line of each file, in bytes."""
+    """Return the offset after the last complete line of each file."""
     return {path: end_of_lines(path) for path in sorted(source.folder.glob("*.jsonl"))}
 
 
 def _newest_first(source: Source, ends: Mapping[Path, int]) -> Iterator[LogLine]:
-    """Yield the lines before ``ends``, the newest first."""
+    """Yield the lines before ``ends``, newest first."""
     readers = [_Reader(source, path).lines(backward(path, end)) for path, end in reversed(list(ends.items())) if end]
     return heapq.merge(*readers, key=lambda line: line.time, reverse=True)
 
 
 class LogTail:
-    """Reads what is new in all files of a trial; incomplete lines are left for later."""
+    """Reads new lines from all files of a trial; incomplete lines are left for a later call."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -158,7 +158,7 @@ class LogTail:
         self._readers: dict[Path, _Reader] = {}
 
     def new(self) -> Iterator[LogLine]:
-        """Return the lines since the last call, by time; those of one file stay in their order."""
+        """Return the lines since the last call, by time; lines of one file keep their order."""
         paths = sorted(self._source.folder.glob("*.jsonl"))
         for path in paths:
             if path not in self._readers:
@@ -167,7 +167,7 @@ class LogTail:
         return heapq.merge(*found, key=lambda line: line.time)
 
     def newest_first(self) -> Iterator[LogLine]:
-        """Return the lines that are there now, the newest first; `new` goes on after them."""
+        """Return the existing lines, newest first; `new` then continues after them."""
         self._read = _ends(self._source)
         return _newest_first(self._source, dict(self._read))
 
@@ -178,24 +178,24 @@ class LogTail:
 
 
 class _Reader:
-    """Converts the lines of one file."""
+    """Parses the lines of one file."""
 
     def __init__(self, source: Source, path: Path) -> None:
         self._source = source
         run, _, node = path.stem.partition("-")
         self._run_id = int(run)
         self._names = source.names(self._run_id, int(node or 0))
-        self._time = 0.0  # of the line before
+        self._time = 0.0  # of the previous line
 
     def lines(self, found: Iterable[Line]) -> Iterator[LogLine]:
-        """Convert lines as they are found."""
+        """Parse lines lazily."""
         return (self._line(raw, place) for place, raw in found)
 
     def _line(self, raw: bytes, place: int) -> LogLine:
         run_id = self._run_id
         try:
             data = json.loads(raw)
-        except ValueError:  # its writer was killed in the middle of it
+        except ValueError:  # the writer was killed while writing this line
             data = {"m": raw.decode("utf-8", errors="replace").rstrip(), "t": self._time}
         message, at = data["m"], data["t"]
         self._time = at
@@ -226,11 +226,11 @@ def _wanted(line: LogLine, query: LogQuery) -> bool:
     )
 
 
-# -- a file of lines, read in blocks
+# -- reading a file of lines in blocks
 
 
 def forward(path: Path, start: int = 0) -> Iterator[Line]:
-    """Yield the complete lines from byte ``start`` on, oldest first. A missing file has none."""
+    """Yield complete lines from byte ``start`` on, oldest first; none if the file is missing."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(start)
         for line in file:
@@ -242,12 +242,12 @@ def forward(path: Path, start: int = 0) -> Iterator[Line]:
 def backward(path: Path, before: int | None = None) -> Iterator[Line]:
     """Yield the complete lines before byte ``before`` (default: the file's end), newest first.
 
-    What follows the last newline is not complete yet, and is left out.
+    An incomplete line after the last newline is omitted.
     """
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         place = file.seek(0, 2) if before is None else before
-        held: list[bytes] = []  # blocks of a line whose beginning is not read, the last one first
-        ended = False  # a newline follows what is held
+        held: list[bytes] = []  # blocks of a line whose start was not read yet, last block first
+        ended = False  # whether a newline follows the held blocks
         while place > 0:
             size = min(BLOCK, place)
             place -= size
@@ -268,28 +268,27 @@ def backward(path: Path, before: int | None = None) -> Iterator[Line]:
 
 
 def end_of_lines(path: Path) -> int:
-    """Return the byte after the last newline; 0 if there is none."""
+    """Return the offset after the last newline; 0 if there is none."""
     return next((place + len(line) for place, line in backward(path)), 0)
 
 
-# An experiment's ``log_policies``: patterns that are searched in the lines of its trials' logs.
+# An experiment's ``log_policies``: patterns to search for in the logs of its trials.
 #
-# ``cancel_retries``: a trial that fails is not started again. ``exclude_node``: no run of the task
-# is placed again on the machine that printed the line. A policy's name becomes the trial's
-# ``logPolicyMatched``. The supervisor of a run matches what it prints, and records the first match
-# of each policy in a file of the allocation, which the master reads while the run goes on and after
-# it.
+# ``cancel_retries``: do not restart a failed trial. ``exclude_node``: place no further run of
+# the task on the machine that printed the line. The policy's name becomes the trial's
+# ``logPolicyMatched``. The supervisor of a run matches the output, and records the first match of
+# each policy in a file of the allocation. The master reads this file during and after the run.
 
 CANCEL_RETRIES, EXCLUDE_NODE = "cancel_retries", "exclude_node"
 _MATCHES_FILE = "log_matches.jsonl"
-# a line that prints the configuration, also as text in JSON, holds every pattern
+# a line that prints the configuration (also as a JSON string) contains every pattern: skip it
 _PRINTED_CONFIG = re.compile(r"""["']log_policies\\*["']:""")
-_LONGEST_MATCH = 1000  # characters of a line that are kept
+_LONGEST_MATCH = 1000  # maximum characters to store of a matching line
 
 
 @dataclass(frozen=True)
 class LogPolicy:
-    """A pattern in RE2's syntax, as Go's; ``action`` and ``name`` are empty where there is none."""
+    """A pattern in RE2 syntax (as in Go). ``action`` and ``name`` are empty if not set."""
 
     pattern: str
     action: str = ""
@@ -298,7 +297,7 @@ class LogPolicy:
 
 @dataclass(frozen=True)
 class LogMatch:
-    """The first line that a policy has matched in a run."""
+    """The first line in a run that matches a policy."""
 
     policy: LogPolicy
     line: str
@@ -308,7 +307,7 @@ class LogMatch:
 
 
 def policies_of(config: Mapping[str, Any]) -> list[LogPolicy]:
-    """Return the policies with a pattern of a completed config, in both of its forms."""
+    """Return the policies of a completed config that have a pattern, from either syntax."""
     found = []
     for item in config.get("log_policies") or ():
         action = item.get("action")
@@ -319,25 +318,25 @@ def policies_of(config: Mapping[str, Any]) -> list[LogPolicy]:
 
 
 def why_no_retry(matches: Iterable[LogMatch]) -> str:
-    """Return why a trial that fails is not started again; "" if it is."""
+    """Return why a failed trial is not restarted; "" if it is restarted."""
     found = " ".join(str(match) for match in matches if match.policy.action == CANCEL_RETRIES)
     return f"trial failed and matched logs to a don't retry policy {found}" if found else ""
 
 
 def why_excluded(matches: Iterable[LogMatch], node: str) -> str:
-    """Return why a task is not placed on the machine ``node`` again; "" if it is."""
+    """Return why a task is not placed on machine ``node`` again; "" if it may be placed there."""
     found = " ".join(str(match) for match in matches if match.policy.action == EXCLUDE_NODE)
     return f"{found} therefore will not schedule on {node}" if found else ""
 
 
 class LogMatcher:
-    """Searches lines for the patterns that have not matched yet."""
+    """Searches lines for patterns that have not matched yet."""
 
     def __init__(self, policies: Iterable[LogPolicy]) -> None:
         self._open = [(policy, compile_pattern(policy.pattern)[0]) for policy in policies]
 
     def match(self, lines: Sequence[str]) -> list[LogMatch]:
-        """Return the new matches, each policy's first, in the order of the lines."""
+        """Return new matches, the first one of each policy, in line order."""
         found = []
         for line in lines if self._open else ():
             if _PRINTED_CONFIG.search(line):
@@ -350,7 +349,7 @@ class LogMatcher:
 
 
 def record_matches(folder: Path, matches: Iterable[LogMatch]) -> None:
-    """Add matches to the file of an allocation, in one write."""
+    """Append matches to the file of an allocation, in one write."""
     append(
         folder / _MATCHES_FILE,
         [json.dumps({**asdict(match.policy), "line": match.line}).encode() + b"\n" for match in matches],
@@ -358,7 +357,7 @@ def record_matches(folder: Path, matches: Iterable[LogMatch]) -> None:
 
 
 def read_matches(folder: Path, start: int) -> tuple[list[LogMatch], int]:
-    """Read the matches of an allocation from byte ``start`` on, and return where they end."""
+    """Return an allocation's matches from byte ``start`` on, and the offset after them."""
     path = folder / _MATCHES_FILE
     if not path.exists() or path.stat().st_size <= start:
         return [], start

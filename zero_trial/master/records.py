@@ -1,8 +1,8 @@
-"""The values that the master's services take and return, as frozen dataclasses, and the errors with
-which they refuse.
+"""The values that the master's services accept and return, as frozen dataclasses, and the errors
+that they raise for rejected requests.
 
 Times are seconds since the epoch (UTC). States have Determined's names without the prefix
-``STATE_``. Mappings hold plain JSON.
+``STATE_``. Mappings contain plain JSON.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from zero_trial.errors import ZeroTrialError
 
 Json = Mapping[str, Any]
 T = TypeVar("T")
-# The times between which RFC 3339 can write one in UTC: 0001-01-01T00:00:00Z, 9999-12-31T23:59:59Z.
+# The range of UTC times in RFC 3339: 0001-01-01T00:00:00Z to 9999-12-31T23:59:59Z.
 EARLIEST, LATEST = -62135596800.0, 253402300799.0
 
 
 class ExperimentState(str, Enum):
-    """The state of an experiment or a trial. In a STOPPING state it waits for its trials, or its
-    run, to end; the states after them are final. Only experiments are deleted."""
+    """The state of an experiment or a trial. In a STOPPING state, it waits for its trials or its
+    run to end; the states after the STOPPING states are final. Only experiments are deleted."""
 
     ACTIVE = "ACTIVE"
     PAUSED = "PAUSED"
@@ -40,7 +40,7 @@ class ExperimentState(str, Enum):
 
     @property
     def final(self) -> bool:
-        """Return whether nothing of it will run again (``continue`` apart)."""
+        """Return whether this state is final (except for ``continue``)."""
         return not self.stopping and self not in (ExperimentState.ACTIVE, ExperimentState.PAUSED)
 
     @property
@@ -52,7 +52,7 @@ TrialState: TypeAlias = ExperimentState
 
 
 class AllocationState(str, Enum):
-    """The state of one run of a trial: waiting for slots, starting, running, or over."""
+    """The state of one run of a trial: waiting for slots, starting, running, or ended."""
 
     QUEUED = "QUEUED"
     STARTING = "STARTING"
@@ -61,7 +61,7 @@ class AllocationState(str, Enum):
 
 
 class CheckpointState(str, Enum):
-    """The state of a checkpoint; only a COMPLETED one can be restored."""
+    """The state of a checkpoint; only a COMPLETED checkpoint can be restored."""
 
     ACTIVE = "ACTIVE"
     COMPLETED = "COMPLETED"
@@ -72,11 +72,11 @@ class CheckpointState(str, Enum):
 
 @dataclass(frozen=True)
 class Experiment:
-    """One submitted configuration with the search over its hyperparameters."""
+    """One submitted configuration and the search over its hyperparameters."""
 
     id: int
     state: ExperimentState
-    config: Json  # complete, as the searcher and the trials see it
+    config: Json  # completed, as used by the searcher and the trials
     original_config: str  # the YAML text as it was submitted
     owner: str
     job_id: str
@@ -89,24 +89,24 @@ class Experiment:
     labels: tuple[str, ...] = ()
     notes: str = ""
     progress: float | None = None  # 0 to 1
-    # What is derived from the trials when it is read:
+    # Derived from the trials on read:
     num_trials: int = 0
-    pruned_trials: int = 0  # points that could not be reconciled and were never launched
+    pruned_trials: int = 0  # points whose ds_config could not be reconciled; never launched
     best_trial_id: int | None = None
     best_metric: float | None = None  # the searcher's metric as reported, not sign-flipped
     checkpoint_count: int = 0
     checkpoint_size: int = 0  # bytes
     shown_state: str = ""  # ACTIVE refined to QUEUED, STARTING or RUNNING, else the state's name
     error: str = ""  # why it ended in ERROR; empty otherwise
-    unmanaged: bool = False  # its trials are processes of their own, which report by themselves
-    external_id: str | None = None  # the name by which an unmanaged one is found again
+    unmanaged: bool = False  # its trials are external processes that report their own state
+    external_id: str | None = None  # the user's name for an unmanaged experiment
     project_id: int = 1
-    project: Project | None = None  # derived when it is read
+    project: Project | None = None  # derived on read
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One point of the search, through all its restarts."""
+    """One point of the search, including all its restarts."""
 
     id: int
     experiment_id: int
@@ -119,32 +119,32 @@ class Trial:
     ended: float | None = None
     run_id: int = 0  # of its latest allocation; the first run is 1
     restarts: int = 0
-    steps_completed: int = 0  # of the newest report that counts
-    latest_checkpoint: str | None = None  # where the next run starts
-    warm_start_checkpoint: str | None = None  # of a fork: weights from another trial
+    steps_completed: int = 0  # of the newest valid report
+    latest_checkpoint: str | None = None  # the next run starts from it
+    warm_start_checkpoint: str | None = None  # for a fork: initial weights from another trial
     progress: float | None = None
-    runner_state: str = ""  # as the harness reports it
+    runner_state: str = ""  # as reported by the harness
     reason: str = ""  # why it ended other than COMPLETED
     pruned: bool = False  # ended before it was ever launched
     log_policy_matched: str | None = None  # the name of the newest log policy that has matched
-    external_id: str | None = None  # of an unmanaged trial, as for its experiment
-    last_activity: float | None = None  # when an unmanaged trial has started or sent a heartbeat
-    # Derived when it is read:
+    external_id: str | None = None  # the user's name for an unmanaged trial
+    last_activity: float | None = None  # time of an unmanaged trial's start or last heartbeat
+    # Derived on read:
     latest_validation: MetricReport | None = None
     best_validation: MetricReport | None = None
     searcher_metric: float | None = None  # of the best validation
     checkpoint_count: int = 0
     checkpoint_size: int = 0  # bytes
     shown_state: str = ""  # as for an experiment
-    task_ids: tuple[str, ...] = ()  # oldest first; each `continue` begins a task
-    # {group: {name: {type, last, and of numbers count, min, max, sum, mean}}}
+    task_ids: tuple[str, ...] = ()  # oldest first; each `continue` starts a new task
+    # {group: {name: {type, last, and for numbers also count, min, max, sum, mean}}}
     summary_metrics: Json = field(default_factory=dict)
     wall_clock: float = 0.0  # seconds that its allocations ran
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """One run of one trial on some slots. Where the code says ``run``, it has one of these."""
+    """One run of one trial on some slots. Variables named ``run`` hold an Allocation."""
 
     id: str  # "<task id>.<run id>"
     trial_id: int
@@ -152,14 +152,14 @@ class Allocation:
     task_id: str
     run_id: int
     state: AllocationState
-    slots: tuple[int, ...]  # slot numbers; empty while queued, or for a trial that asks for none
+    slots: tuple[int, ...]  # slot numbers; empty while queued, or for a trial without slots
     created: float
     resources_id: str
     container_id: str
     started: float | None = None
     ended: float | None = None
     exit_code: int | None = None
-    preempt: bool = False  # it is to stop at its next chance
+    preempt: bool = False  # it was asked to stop at the next opportunity
     acked: bool = False  # it has acknowledged the preemption
 
 
@@ -175,7 +175,7 @@ class MetricReport:
     batch_metrics: Any = None
     reported: float = 0.0
     id: int = 0
-    archived: bool = False  # it came after the step that a later run restarted from
+    archived: bool = False  # reported after the step from which a later run restarted
 
 
 @dataclass(frozen=True)
@@ -194,18 +194,18 @@ class Checkpoint:
     size: int = 0
     steps_completed: int = 0
     storage_id: int | None = None
-    # Derived when it is read:
-    storage: Json | None = None  # the checkpoint_storage of storage_id; None: that of its experiment
+    # Derived on read:
+    storage: Json | None = None  # the checkpoint_storage of storage_id; None: its experiment's storage
     hparams: Json = field(default_factory=dict)
     experiment_config: Json = field(default_factory=dict)
-    # averages of the validation at the same step
+    # averages of the validation at this step
     validation_metrics: Json = field(default_factory=dict)
     searcher_metric: float | None = None
 
 
 @dataclass(frozen=True)
 class RegisteredModel:
-    """A name in the model registry; its versions are checkpoints."""
+    """A named model in the registry; its versions are checkpoints."""
 
     id: int
     name: str
@@ -218,7 +218,7 @@ class RegisteredModel:
     archived: bool
     created: float
     updated: float
-    # Derived when it is read:
+    # Derived on read:
     username: str = ""
     num_versions: int = 0
 
@@ -244,7 +244,7 @@ class ModelVersion:
 
 @dataclass(frozen=True)
 class Registered:
-    """Which version of which model a checkpoint is."""
+    """The model and version that a checkpoint is registered as."""
 
     uuid: str
     model_name: str
@@ -254,7 +254,7 @@ class Registered:
 
 @dataclass(frozen=True)
 class Template:
-    """A part of a configuration, kept under a name. ``username``: of the owner."""
+    """A named part of a configuration. ``username``: its owner."""
 
     name: str
     config: Json
@@ -264,20 +264,20 @@ class Template:
 
 @dataclass(frozen=True)
 class SlotInfo:
-    """A place for one rank: a CPU process or a GPU."""
+    """A slot, which holds one rank: a CPU process or a GPU."""
 
     number: int
     device_type: str  # "cpu" or "cuda"
     name: str
     uuid: str = ""
-    allocation_id: str | None = None  # that holds it
+    allocation_id: str | None = None  # the allocation that holds the slot
     enabled: bool = True
-    draining: bool = False  # disabled, and the run that holds it may end by itself
+    draining: bool = False  # disabled, but the run that holds it may finish
 
 
 @dataclass(frozen=True)
 class AgentInfo:
-    """A machine, as an agent of the cluster."""
+    """A machine, presented as an agent of the cluster."""
 
     id: str
     slots: tuple[SlotInfo, ...]
@@ -288,7 +288,7 @@ class AgentInfo:
 
     @property
     def enabled(self) -> bool:
-        """Return whether any of its slots is."""
+        """Return whether any of its slots is enabled."""
         return any(slot.enabled for slot in self.slots)
 
     @property
@@ -298,10 +298,10 @@ class AgentInfo:
 
 @dataclass(frozen=True)
 class Task:
-    """The chain of allocations of one trial, from its beginning or a ``continue`` to the next.
+    """The chain of allocations of one trial, from its start or a ``continue`` until the next one.
 
     Attributes:
-        resources: the section of the experiment's configuration.
+        resources: this section of the experiment's configuration.
     """
 
     id: str
@@ -337,7 +337,7 @@ class Job:
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """The slots of some machines as Determined's resource pool."""
+    """The slots of some machines, presented as a Determined resource pool."""
 
     name: str
     description: str
@@ -356,8 +356,8 @@ class Workspace:
     name: str
     owner: str
     archived: bool = False
-    storage: Json | None = None  # the checkpoint_storage of experiments that set none
-    # Derived when it is read:
+    storage: Json | None = None  # default checkpoint_storage of its experiments
+    # Derived on read:
     projects: int = 0
     experiments: int = 0
 
@@ -372,9 +372,9 @@ class Project:
     key: str
     owner: str
     description: str = ""
-    archived: bool = False  # itself or with its workspace
+    archived: bool = False  # directly, or with its workspace
     notes: tuple[Json, ...] = ()  # each with name and contents
-    # Derived when it is read:
+    # Derived on read:
     own_archived: bool = False
     workspace_name: str = ""
     experiments: int = 0
@@ -384,7 +384,7 @@ class Project:
 
 @dataclass(frozen=True)
 class User:
-    """A user who may log in, if active."""
+    """A user; only active users can log in."""
 
     id: int
     name: str
@@ -396,7 +396,7 @@ class User:
 
 @dataclass(frozen=True)
 class MasterInfo:
-    """Version and identity of this master, which are public."""
+    """Public version and identity of this master."""
 
     version: str
     master_id: str
@@ -408,8 +408,7 @@ class MasterInfo:
 class NewExperiment:
     """A submitted experiment. ``context``: a clean .tar.gz of the model definition.
 
-    An unmanaged one whose ``external_id`` is known gets the configuration, and is otherwise left as
-    it is.
+    If an unmanaged experiment with this ``external_id`` exists, only its configuration is replaced.
     """
 
     config_text: str
@@ -420,14 +419,14 @@ class NewExperiment:
     parent_id: int | None = None
     unmanaged: bool = False
     external_id: str | None = None
-    template: str = ""  # its name; "": none
-    project_id: int = 1  # where the configuration names none
+    template: str = ""  # name of the template; "": none
+    project_id: int = 1  # default if the configuration names no project
 
 
 @dataclass(frozen=True)
 class Created:
-    """The answer to a submission. ``experiment`` has id 0 if it was only validated; ``config`` is
-    the completed configuration before the resource pool is filled in."""
+    """The response to a submission. ``experiment`` has id 0 if it was only validated. ``config`` is
+    the completed configuration, without the default resource pool."""
 
     experiment: Experiment
     config: Json
@@ -436,10 +435,10 @@ class Created:
 
 @dataclass(frozen=True)
 class ExperimentPatch:
-    """Changes of an experiment; None leaves a field as it is. In ``resources`` the keys are
-    max_slots (None lifts it), weight and priority.
+    """Changes to an experiment; None keeps a field. Keys of ``resources`` are max_slots (None
+    removes the limit), weight and priority.
 
-    ``add_label`` and ``remove_label`` change the labels at the time when the patch is applied.
+    ``add_label`` and ``remove_label`` modify the labels as of the time when the patch is applied.
     """
 
     name: str | None = None
@@ -454,7 +453,7 @@ class ExperimentPatch:
 
 @dataclass(frozen=True)
 class GcPolicy:
-    """How many checkpoints of an ended experiment are kept."""
+    """How many checkpoints of an ended experiment to keep."""
 
     save_experiment_best: int
     save_trial_best: int
@@ -462,10 +461,10 @@ class GcPolicy:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a metric's value as a float; None if it is not of a numeric type.
+    """Return a metric's value as a float; None if its type is not numeric.
 
-    "NaN", "Infinity" and "-Infinity" are numbers: JSON clients spell them so. An integer that no
-    float can hold is infinite.
+    "NaN", "Infinity" and "-Infinity" count as numbers, because JSON clients write them this way. An
+    integer too large for a float becomes infinity.
     """
     if isinstance(value, str):
         return float(value) if value in ("NaN", "Infinity", "-Infinity") else None
@@ -477,30 +476,30 @@ def as_number(value: Any) -> float | None:
         return math.inf if value > 0 else -math.inf
 
 
-# -- refusals
+# -- errors
 
 
 class ServiceError(ZeroTrialError):
-    """A request was refused; nothing has changed."""
+    """A request was rejected; nothing has changed."""
 
 
 class NotFound(ServiceError):
-    """The requested thing does not exist (404)."""
+    """The requested object does not exist (404)."""
 
 
 def existing(record: T | None, name: str) -> T:
-    """Return ``record``. Raises NotFound, with its name, if it is None."""
+    """Return ``record``. Raises NotFound with ``name`` if it is None."""
     if record is None:
         raise NotFound(f"{name} not found")
     return record
 
 
 class Conflict(ServiceError):
-    """The thing's state does not allow this (409; for some requests 400, as in Determined)."""
+    """The object's state does not allow this (409; for some requests 400, as in Determined)."""
 
 
 class Invalid(ServiceError):
-    """The request itself is wrong: a configuration, a field, a stale run id (400)."""
+    """The request itself is invalid: a configuration, a field, a stale run id (400)."""
 
 
 class PermissionDenied(ServiceError):
@@ -508,14 +507,14 @@ class PermissionDenied(ServiceError):
 
 
 class Unsupported(ServiceError):
-    """Determined can do this, this master cannot (501); the message says what to do instead."""
+    """Determined supports this, this master does not (501); the message suggests an alternative."""
 
 
 class Unavailable(ServiceError):
-    """The request cannot be handled now (503, with a full disk 507); it may succeed later.
+    """The request cannot be handled now (503; if a disk is full, 507); it may succeed later.
 
     Attributes:
-        full: a disk is full.
+        full: whether a disk is full.
     """
 
     def __init__(self, what: str, *, full: bool, where: str = "", fix: str) -> None:
@@ -524,7 +523,7 @@ class Unavailable(ServiceError):
 
 
 def parse_time(text: str, name: str) -> float:
-    """Return an RFC 3339 time in seconds since the epoch. Raises Invalid."""
+    """Parse an RFC 3339 time; return seconds since the epoch. Raises Invalid."""
     try:
         found = datetime.fromisoformat(text.strip().replace("Z", "+00:00").replace("z", "+00:00"))
         seconds = (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()

@@ -1,4 +1,4 @@
-"""One run of the master in this process: lock its directory, serve, end all runs, unlock."""
+"""One run of the master in this process: lock the directory, serve, end all runs, unlock."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of one run of the master. ``port`` None: the last one, or any; 0: any. ``host``: the
-    address of this machine on which it listens. ``more``: routes that Determined does not have."""
+    """Options of one run of the master. ``port``: None means the last port, else any free port; 0
+    means any. ``host``: the local address to listen on. ``more``: routes that Determined lacks."""
 
     directory: MasterDirectory
-    agent: Callable[[], ClusterManager]  # makes it once the directory is locked
+    agent: Callable[[], ClusterManager]  # called once the directory is locked
     port: int | None
     host: str = LOOPBACK
-    on: str = ""  # the engine of a cluster, for `zero-trial master down`
+    on: str = ""  # the cluster engine, recorded for `zero-trial master down`
     more: Sequence[Route] = ()
 
 
 def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
-    """Serve until SIGTERM or SIGINT, then end all running trials and return. ``ready`` is called
-    once requests are answered.
+    """Serve until SIGTERM or SIGINT, then end all running trials and return. Call ``ready`` once
+    the server answers requests.
 
-    Raises ConfigError if another master works in the same folder.
+    Raises ConfigError if another master is using the directory.
     """
     directory = options.directory
     directory.prepare()
@@ -66,7 +66,7 @@ def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
         directory.unlock()
         raise
     me, host = resources.identify(os.getpid()), socket.gethostname()
-    # there, not ready; jobs of the last engine may run until this one works
+    # a master exists but is not ready; until it is, jobs of the last engine may still be running
     directory.write_state(
         {"pid": me.pid, "start": me.start, "host": host, "port": before.get("port"), "url": "", "on": last}
     )
@@ -79,7 +79,7 @@ def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
         _serve(options, master, ready, stopping)
     finally:
         master.close()
-    with contextlib.suppress(FileNotFoundError):  # the directory was removed
+    with contextlib.suppress(FileNotFoundError):  # the directory was deleted
         directory.write_state({**directory.state(), "pid": 0, "url": "", "stopped": time.time()})
     directory.unlock()
     log.info("stopped")
@@ -87,7 +87,7 @@ def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
 
 def _serve(options: ServeOptions, master: Master, ready: Callable[[], None], stopping: threading.Event) -> None:
     directory = options.directory
-    # before the first job: `down` must find it even if this process is killed at once
+    # before the first job: `down` must find the engine even if this process is killed immediately
     directory.write_state({**directory.state(), "on": options.on})
     master.accounts.ensure_local_user(directory.account)
     with _listen(master, options, directory.state().get("port")) as server:
@@ -110,7 +110,7 @@ def _serve(options: ServeOptions, master: Master, ready: Callable[[], None], sto
 
 
 def _listen(master: Master, options: ServeOptions, before: int | None) -> HttpServer:
-    """Listen on the given port, or on the port before: running trials know the master by it."""
+    """Listen on the given port, or on the previous one, because running trials use that port."""
     if options.port is not None or before is None:
         return listen(master, host=options.host, port=options.port or 0, more=options.more)
     try:
@@ -137,13 +137,13 @@ def _log_to(directory: MasterDirectory) -> None:
 
 
 def refuse_another_engine(last: str, now: str, left: Sequence[str]) -> None:
-    """Raise ConfigError if a master would start on another engine than its allocations run on: it
-    would not find them, and start their trials a second time.
+    """Raise ConfigError if a master would start with a different engine than its running
+    allocations use: it would not find them, and would start their trials a second time.
 
     Args:
         last: ``--on`` of the last master here; "" if it ran trials on its own machine.
-        now: that of this one. The address of Ray may differ, since a new head has a new one.
-        left: allocations that no master has seen end.
+        now: ``--on`` of this master. Ray's address may differ: a new head has a new address.
+        left: allocations whose end no master has recorded.
     """
     if not left or now.partition("=")[0] == last.partition("=")[0]:
         return
@@ -157,14 +157,14 @@ def refuse_another_engine(last: str, now: str, left: Sequence[str]) -> None:
 
 
 def require_reachable(host: str, nodes: Sequence[Node]) -> None:
-    """Raise ConfigError if the master listens where other machines do not reach it."""
+    """Raise ConfigError if the master listens on an address that other machines cannot reach."""
     if not host.startswith("127."):
         return
     mine = {"localhost", socket.gethostname(), socket.getfqdn()}
     for node in nodes:
         if node.up and node.address not in mine:
             with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-                probe.bind((node.address, 0))  # an address of this machine
+                probe.bind((node.address, 0))  # succeeds for an address of this machine
                 continue
             raise ConfigError(
                 "the machines of the cluster cannot reach the master",

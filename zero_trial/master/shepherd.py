@@ -1,11 +1,11 @@
-"""The supervisor of one allocation: it starts the trial's processes, records their output, outlives
+"""The supervisor of one allocation: starts the trial's processes, records their output, outlives
 the master and leaves no process behind.
 
-It is the last part of ``agent.node``, in a session of its own; tests run it alone, with its order
-as JSON on stdin.
+The supervisor is the last part of ``agent.node``, in its own session. Tests run it alone, with the
+order as JSON on stdin.
 
-Orphans become the supervisor's own children (Linux), so that it also finds and ends processes that
-moved into a session of their own.
+Orphans become children of the supervisor (Linux), so that it also finds and ends processes that
+moved to their own session.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from zero_trial.master.agent import resources, storage
 from zero_trial.master.logs import LogMatcher, LogPolicy
 from zero_trial.util import process_tree
 
-_LONGEST = 1 << 20  # bytes of a line; a longer one is cut into several
-_UNKNOWN = 255  # exit code of a child that another part of the process has collected
+_LONGEST = 1 << 20  # bytes of a line; longer lines are split
+_UNKNOWN = 255  # exit code of a child that another part of the process has reaped
 _LONGEST_CAUSE = 500  # characters
 _CAUSE = re.compile(r"(?:\[rank=\d+\] )?error   (?=\S)(.*)")
 _FIRST_FAILURE = re.compile(
     r"error   (rank \d+: .*)"
-)  # by the launcher, which has seen all ranks: see sitecustomize.first_failure
-_DRAIN_SECONDS = 2.0  # after the last process, for what is still in the pipes
+)  # printed by the launcher, which sees all ranks: see sitecustomize.first_failure
+_DRAIN_SECONDS = 2.0  # how long to read remaining output from the pipes after the last process has ended
 
 
 @dataclass(frozen=True)
 class RunOrder:
-    """An order to run a command; ``grace``: seconds between SIGTERM and SIGKILL."""
+    """An order to run a command. ``grace``: seconds between SIGTERM and SIGKILL."""
 
     command: Sequence[str]
     cwd: str
@@ -52,7 +52,7 @@ class RunOrder:
 
 
 class Lines:
-    """Writes one stream of a child to the trial's log, each line with its time, and records the
+    """Writes one stream of a child to the trial's log with a time for each line, and records
     matches of log policies in ``folder``."""
 
     def __init__(self, stdtype: str, path: Path, matcher: LogMatcher, folder: Path) -> None:
@@ -61,12 +61,12 @@ class Lines:
         self._matcher = matcher
         self._folder = folder
         self._rest = b""
-        self._lost = False  # a line could not be written
+        self._lost = False  # whether a line could not be written
         self.cause = ""  # the first error line of a rank
         self.first_failure = ""  # the launcher's line about the rank that failed first
 
     def add(self, data: bytes) -> None:
-        """Add what was read and write the lines that are complete."""
+        """Add data that was read, and write all complete lines."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _LONGEST:
             whole, self._rest = [*whole, self._rest], b""
@@ -86,11 +86,11 @@ class Lines:
                 self._note(text)
             try:
                 matches = self._matcher.match(texts)
-                if matches:  # first: a full disk loses lines, but no match of one that was written
+                if matches:  # write matches first: a full disk may lose lines, but no match of a written line
                     logs.record_matches(self._folder, matches)
                 logs.append(self._path, [logs.entry(text, at, self._stdtype) for text in texts])
-            except OSError as error:  # a full disk: lines are lost, the trial is not
-                if not self._lost:  # said once, in the supervisor's own log if that can be written
+            except OSError as error:  # a full disk loses lines, but must not end the trial
+                if not self._lost:  # report once, in the supervisor's own log if that is writable
                     self._lost = True
                     with contextlib.suppress(OSError):
                         sys.stderr.write(f"lost lines of {self._stdtype}: {error}\n")
@@ -103,25 +103,25 @@ class Lines:
 
 
 class AllocationSupervisor:
-    """Runs one order: an event loop over the pipes of its processes and its signals."""
+    """Runs one order: an event loop over signals and the pipes of the child processes."""
 
     def __init__(self, order: RunOrder, folder: Path) -> None:
         self._order = order
         self._folder = folder
         self._matcher = LogMatcher(LogPolicy(**policy) for policy in order.policies)
         self._selector = selectors.DefaultSelector()
-        # kept: its end would take the exit status with it
+        # keep a reference: deleting the Popen object would lose the exit status
         self._process: subprocess.Popen[bytes] | None = None
         self._child: int | None = None
-        self._status: int | None = None  # of the main child, as an exit code
+        self._status: int | None = None  # exit code of the main child
         self._kill_at: float | None = None
-        self._stopping = False  # a signal has arrived that ends the run
+        self._stopping = False  # whether a signal to end the run has arrived
         self._streams: list[Lines] = []
         self._open = 0
         self._listen()
 
     def _listen(self) -> None:
-        """Turn signals into bytes in a pipe, so that none is lost between a check and a wait."""
+        """Write signals to a pipe, so that none is lost between a check and a wait."""
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
@@ -136,7 +136,7 @@ class AllocationSupervisor:
         self._stopping = True
 
     def run(self) -> resources.Exit:
-        """Run the order to its end and return how it ended, with no process left of it."""
+        """Run the order until it ends; return its exit record. No process is left afterwards."""
         if not self._stopping:
             self._start()
         return self._finish()
@@ -150,7 +150,7 @@ class AllocationSupervisor:
                 self._signal(signal.SIGTERM)
             elif self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._signal(signal.SIGKILL)
-        while self._signal(signal.SIGKILL):  # what is left after the main child, as the end of a container would
+        while self._signal(signal.SIGKILL):  # kill processes that outlive the main child, like the end of a container
             time.sleep(0.01)
             self._reap()
         until = time.monotonic() + _DRAIN_SECONDS
@@ -162,7 +162,7 @@ class AllocationSupervisor:
         status = 128 + signal.SIGTERM if self._status is None else self._status
         why = ""
         if status != 0 and not self._stopping:
-            # the printed error of the rank that failed first, else the first printed one
+            # the error printed by the rank that failed first, else the first error printed
             causes = [stream.first_failure for stream in self._streams] + [stream.cause for stream in self._streams]
             why = next((cause for cause in causes if cause), "")[:_LONGEST_CAUSE].rstrip(".")
         return resources.Exit(status, time.time(), killed=self._stopping, why=why)
@@ -179,7 +179,7 @@ class AllocationSupervisor:
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
-        except (OSError, ValueError) as error:  # ValueError: a variable with a NUL in it
+        except (OSError, ValueError) as error:  # ValueError: a variable contains a NUL
             logs.append(
                 log, [logs.entry(f"cannot start {self._order.command[0]}: {error}", time.time(), "stderr", l="ERROR")]
             )
@@ -193,7 +193,7 @@ class AllocationSupervisor:
                 self._open += 1
 
     def _poll(self, seconds: float) -> None:
-        """Wait for a signal or output, at most ``seconds``, and handle it."""
+        """Wait at most ``seconds`` for signals or output, and handle them."""
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
@@ -212,13 +212,13 @@ class AllocationSupervisor:
         self._open -= 1
 
     def _reap(self) -> None:
-        """Collect children that have ended, adopted ones included."""
+        """Reap children that have ended, including adopted ones."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 if self._child is not None and self._status is None:
-                    self._status = _UNKNOWN  # no child is left, and its exit status was not seen
+                    self._status = _UNKNOWN  # no child is left, and its exit status was lost
                 return
             if pid == 0:
                 return
@@ -227,26 +227,26 @@ class AllocationSupervisor:
                 self._status = code if code >= 0 else 128 - code
 
     def _signal(self, number: signal.Signals) -> bool:
-        """Signal all processes that are left; return False if there are none."""
+        """Signal all remaining processes; return False if there are none."""
         left = process_tree.descendants(os.getpid())
         process_tree.send(left, number)
         return bool(left)
 
 
 def main(folder: Path, text: str) -> int:
-    """Take the allocation's lease, run the RunOrder in ``text`` (JSON), record its exit."""
+    """Acquire the allocation's lease, run the RunOrder in ``text`` (JSON), and record its exit."""
     order = RunOrder(**json.loads(text))
     process_tree.adopt_orphans()
     supervisor = AllocationSupervisor(order, folder)
     if not resources.acquire_lease(folder, resources.identify(os.getpid())):
         return 0
     ended = supervisor.run()
-    # before the exit is recorded: readers of the record find nothing left
+    # remove it before the exit is recorded: readers of the record expect nothing left behind
     storage.remove_scratch(folder)
     while True:
         try:
             resources.record_exit(folder, ended)
-        except OSError as error:  # without this record the master would take the run for a crash
+        except OSError as error:  # without this record, the master would treat the run as crashed
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             time.sleep(1.0)

@@ -13,7 +13,7 @@ from zero_trial.master.records import Invalid, Project, Unsupported, User, Works
 from zero_trial.master.store import user_rows
 
 _USERS = "/api/v1/users"
-_SMALL = 16 * 1024  # bytes; a login is read without a token
+_SMALL = 16 * 1024  # bytes; a login body is read without a token
 
 
 def _login(request: Request) -> Dict:
@@ -26,14 +26,14 @@ def _login(request: Request) -> Dict:
 
 
 def _logout(request: Request) -> None:
-    """Delete the token that was sent."""
+    """Delete the token of the request."""
     token = request.head.bearer(USER_HEADER)
     if token is not None:
         request.master.accounts.drop_token(digest(token))
 
 
 def _me(request: Request) -> Dict:
-    """Return the sender; of an allocation, the owner of its experiment."""
+    """Return the sender; for an allocation, the owner of its experiment."""
     allocation = request.principal.allocation
     if allocation is None:
         return {"user": user_json(request.user)}
@@ -46,7 +46,7 @@ def _list_users(request: Request) -> Dict:
 
 
 def _user(request: Request, who: str | int) -> Dict:
-    """Return a user by name or by id."""
+    """Return a user by name or id."""
     name = repr(who[:60]) if isinstance(who, str) else str(who)
     return {"user": user_json(existing(request.master.state.read(user_rows.user, who), f"user {name}"))}
 
@@ -70,7 +70,7 @@ def _create_user(request: Request) -> Dict:
 
 
 def _patch_user(request: Request) -> Dict:
-    """Change a user. Only administrators change more than their own password and shown name."""
+    """Change a user. Non-administrators can change only their own password and display name."""
     body = request.body()
     columns = _changes(body)
     group, own = body.get("agentUserGroup"), {"agentUid": os.getuid(), "agentGid": os.getgid()}
@@ -97,14 +97,14 @@ def _changes(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sent_password(body: dict[str, Any]) -> str:
-    """Return a body's password as clients hash it. Raises Invalid if there is none."""
+    """Return a body's password as hashed by clients. Raises Invalid if there is none."""
     password = body.get("password")
     if not isinstance(password, str) or not password:
         raise Invalid("a user needs a password")
     return password if body.get("isHashed") else client_hash(password)
 
 
-# -- what the answers contain, in the shapes of Determined's bindings
+# -- responses, in the format of Determined's bindings
 
 
 def user_json(record: User) -> Dict:
@@ -129,7 +129,7 @@ def _projects(request: Request) -> Dict:
 
 
 def _filtered(request: Request, found: Sequence[T]) -> list[T]:
-    """Return those that a list asks for, in its order."""
+    """Return the items that match the request's filters, in the requested order."""
     part, exact = request.first("name").lower(), request.first("nameCaseSensitive")
     kept = [
         each
@@ -161,14 +161,14 @@ def _patch_workspace(request: Request) -> Dict:
 
 
 def _refuse_settings(body: Mapping[str, Any]) -> None:
-    """Raise Unsupported for settings that have no meaning on one machine."""
+    """Raise Unsupported for settings that do not apply to a single machine."""
     for name in ("agentUserGroup", "clusterNamespaceMeta", "clusterQuotaPairs"):
         if body.get(name):
             raise Unsupported(f"{name}: trials run on this machine as the user who runs the master, without namespaces")
 
 
 def _storage(request: Request, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return a checkpoint_storage that experiments may have; None for none. Raises Invalid."""
+    """Return a checkpoint_storage, checked for experiments; None if not set. Raises Invalid."""
     section = body.get("checkpointStorageConfig")
     if not section:
         return None
@@ -179,7 +179,7 @@ def _storage(request: Request, body: Mapping[str, Any]) -> Mapping[str, Any] | N
 
 
 def _switch(operation: str, on: bool) -> Callable[[Request], None]:
-    """Return the action that archives what the path names, or undoes it."""
+    """Return an action that archives or unarchives the object in the path."""
     return lambda request: getattr(request.master.workspaces, operation)(request.number, request.user, on)
 
 
@@ -228,11 +228,11 @@ def _project_shown(request: Request, found: Project) -> Dict:
     return {"project": _project_json(found, request.user_ids())}
 
 
-# -- what the answers contain, in the shapes of Determined's bindings
+# -- responses, in the format of Determined's bindings
 
 
 def _workspace_json(record: Workspace, ids: Mapping[str, int]) -> Dict:
-    """Render a v1Workspace; there are no pins, which only a web page shows."""
+    """Render a v1Workspace, without pins, which only the web UI shows."""
     return {
         **fields(record, "id", "name", "archived"),
         "checkpointStorageConfig": record.storage,

@@ -1,9 +1,8 @@
-"""The master over HTTP: what every request passes on its way to its route, and the server.
+"""The master over HTTP: the checks that every request passes before its route, and the server.
 
-A request must name the right host, come from no foreign page, have a route, carry a token that
-permits it, and have a body of an accepted size. The checks are made in this order, so that only
-headers are read of a request without a token. Errors become one line of JSON; an unforeseen
-exception becomes a 500 and a traceback in the log, and the server goes on.
+Checks, in order: Host, Origin, route, token, body size. For a request without a valid token, only
+the headers are read. Errors are returned as one JSON object; an unexpected exception is returned as
+a 500 and logged with a traceback, and the server continues.
 """
 
 from __future__ import annotations
@@ -57,37 +56,37 @@ log = logging.getLogger(__name__)
 _STATUS: dict[type[ServiceError], int] = {NotFound: 404, Conflict: 409, Invalid: 400, Unsupported: 501}
 _NAMES = {"allocationId": "allocation_id", "taskId": "task_id", "resourcesId": "resources_id"}
 _NUMBERS = {"trialId": "trial_id", "experimentId": "experiment_id"}
-_FREE = frozenset({"uuid"})  # the route itself decides whether a checkpoint may be read
-_TINY_BODY = 256 * 1024  # bytes of a body that needs no place
-_RETRY_SECONDS = 60  # between the tries of a trial's request while the store cannot be used
+_FREE = frozenset({"uuid"})  # the route itself checks access to a checkpoint
+_TINY_BODY = 256 * 1024  # bytes; smaller bodies need no semaphore
+_RETRY_SECONDS = 60  # between a trial's retries while the store is unavailable
 _ANONYMOUS = Principal()
 
 
 @dataclass(frozen=True, slots=True)
 class RouteMatch:
-    """A route and the named parts of its path; ``numbers`` names those that must be numbers."""
+    """A route and the named parts of its path. ``numbers``: names of the integer parts."""
 
     route: Route
     args: Mapping[str, str]
     numbers: Sequence[str]
 
 
-_Parts = list[tuple[int, str]]  # parts of a path with their places
+_Parts = list[tuple[int, str]]  # path parts with their indices
 
 
 class Router:
-    """All routes, by method and number of parts; of several, the most literal one wins."""
+    """All routes, by method and number of parts; the most literal match wins."""
 
     def __init__(self, routes: Iterable[Route]) -> None:
         self._routes: dict[tuple[str, int], list[tuple[_Parts, _Parts, Route]]] = {}
         for route in sorted(routes, key=lambda route: [part[:1] == "{" for part in route.path.split("/")]):
             parts = list(enumerate(route.path.strip("/").split("/")))
-            literal = [(at, part) for at, part in reversed(parts) if part[:1] != "{"]  # the last ones differ most
+            literal = [(at, part) for at, part in reversed(parts) if part[:1] != "{"]  # last parts differ most
             named = [(at, part[1:-1]) for at, part in parts if part[:1] == "{"]
             self._routes.setdefault((route.method, len(parts)), []).append((literal, named, route))
 
     def find(self, method: str, parts: Sequence[str]) -> RouteMatch | None:
-        """Return the route of a path that was split at its slashes; None if there is none."""
+        """Return the route for a path split at slashes; None if there is none."""
         for literal, named, route in self._routes.get((method, len(parts)), ()):
             if all(parts[at] == part for at, part in literal) and all(parts[at] for at, _ in named):
                 args = {name.removesuffix(":int"): parts[at] for at, name in named}
@@ -96,26 +95,26 @@ class Router:
 
 
 class Application:
-    """Answers requests to one master; many threads call it at once."""
+    """Answers requests to one master; many threads call it concurrently."""
 
     def __init__(self, master: Master, router: Router, *, host: str = LOOPBACK, port: int, waits: int) -> None:
         self._master = master
         self._router = router
         self._hosts = {f"{name}:{port}" for name in (host.lower(), *(("localhost",) if host == LOOPBACK else ()))}
         self._waits = Waits(waits)
-        # logins at once: checking a password takes 16 MiB
+        # concurrent logins: checking a password needs 16 MiB
         self._logins = threading.BoundedSemaphore(4)
-        # Bodies in memory at once. A parsed body takes up to 100 times its bytes.
+        # Concurrent bodies in memory. A parsed body needs up to 100 times its size.
         self._places = {SMALL_BODY: threading.BoundedSemaphore(2), _TINY_BODY: threading.BoundedSemaphore(4)}
 
     def __call__(self, head: RequestHead, read_body: ReadBody) -> Response | StreamingResponse:
-        """Answer one request; never raises."""
+        """Answer one request. Never raises."""
         try:
             return self._answer(head, read_body)
         except BadRequest as error:
             return failure(error.status, str(error))
         except PermissionDenied as error:
-            return failure(403, error.what)  # clients compare the text of a refused login
+            return failure(403, error.what)  # clients compare the message of a rejected login
         except Unavailable as error:
             return self._unavailable(head, str(error), full=error.full)
         except ServiceError as error:
@@ -133,7 +132,7 @@ class Application:
         refusal = refuse_foreign(head, self._hosts)
         if refusal is not None:
             return refusal
-        # the connection leaves out the body
+        # the server omits the body of the response
         method = "GET" if head.method == "HEAD" else head.method
         found = self._router.find(method, split_path(head.path))
         principal = self._principal(head, found)
@@ -158,11 +157,11 @@ class Application:
             return answer if isinstance(answer, Response | StreamingResponse) else Response(200, encode(answer or {}))
 
     def _unavailable(self, head: RequestHead, why: str, *, full: bool) -> Response:
-        """Answer a request that may succeed later. The harness in a trial repeats it 20 times, at
-        the interval that the answer gives, before the trial fails."""
+        """Answer a request that may succeed later. The harness in a trial retries up to 20 times,
+        at the interval in the response, before the trial fails."""
         log.warning("%s %s is not possible now: %s", head.method, head.path, why)
         found = self._router.find(head.method, split_path(head.path))
-        # an unmanaged trial reports its state with a user's token
+        # an unmanaged trial reports its state with a user token
         of_trials = AuthLevel.TASK, AuthLevel.BOTH
         if found is not None and (found.route.level in of_trials or found.route.path.startswith("/api/v1/trials")):
             return replace(failure(503, why), headers={"Retry-After": str(_RETRY_SECONDS)})
@@ -180,11 +179,11 @@ class Application:
         return principal
 
     def _scope(self, found: RouteMatch, numbers: dict[str, int], principal: Principal) -> None:
-        """Refuse an allocation what is not its own, by every named part of the path."""
+        """Raise PermissionDenied if an allocation names a part of the path that is not its own."""
         if principal.allocation is None:
             return
         unknown = found.args.keys() - _NAMES.keys() - _NUMBERS.keys() - _FREE
-        if unknown:  # a part that nothing compares stays closed
+        if unknown:  # deny access to parts that cannot be compared
             raise PermissionDenied(f"the token of an allocation does not permit access to {', '.join(sorted(unknown))}")
         asked: dict[str, object] = {_NAMES[name]: value for name, value in found.args.items() if name in _NAMES}
         asked |= {_NUMBERS[name]: value for name, value in numbers.items() if name in _NUMBERS}
@@ -192,7 +191,7 @@ class Application:
 
     @contextmanager
     def _place_for_body(self, head: RequestHead, found: RouteMatch) -> Iterator[None]:
-        """Hold one of the few places for bodies of this size while the body is read and handled."""
+        """Hold a semaphore for bodies of this size while the body is read and handled."""
         most = min(head.length, found.route.limit)
         places = next((places for size, places in self._places.items() if most > size), None)
         if places is None:
@@ -214,15 +213,15 @@ def listen(
     threads: int = THREADS,
     more: Sequence[Route] = (),
 ) -> HttpServer:
-    """Start a server that answers for ``master``, in its own threads until ``close``.
+    """Start a server that answers for ``master``, in background threads until ``close``.
 
-    At most three quarters of the threads may wait in long polls and followed logs, so that some are
-    left for requests that are answered at once. Raises ZeroTrialError if the port is taken.
+    At most three quarters of the threads may wait in long polls and followed logs, so that threads
+    remain for immediate requests. Raises ZeroTrialError if the port is in use.
 
     Args:
-        host: the address of this machine that clients reach; usually only this machine does.
-        port: 0 takes a free one.
-        threads: the most requests that are answered at a time.
+        host: the address of this machine for clients; by default only this machine can connect.
+        port: 0 selects a free port.
+        threads: the maximum number of concurrent requests.
         more: routes in addition to those of Determined.
     """
     server = HttpServer(host=host, port=port, threads=threads)
@@ -232,12 +231,12 @@ def listen(
 
 
 def all_routes() -> Iterator[Route]:
-    """Yield every route that is answered; their order does not matter."""
+    """Yield every supported route; the order does not matter."""
     for part in (account_routes, checkpoint_routes, experiment_routes, machine_routes, trial_routes):
         yield from part.ROUTES
 
 
-# -- what is not supported: one line for each part of the API
+# -- unsupported parts of Determined's API, with one message for each
 
 _NO_TASKS = "the embedded master does not run notebooks, shells, commands or TensorBoard tasks"
 _PLAIN = "run the program directly; it is on this machine"
@@ -277,7 +276,7 @@ _UNSUPPORTED_ENDINGS: Mapping[str, str] = {
 
 
 def why_unsupported(path: str) -> str | None:
-    """Return why a path is not answered although Determined has it; None for an unknown path."""
+    """Return why a path of Determined's API is not supported; None for an unknown path."""
     path = path.rstrip("/")
     for ending, why in _UNSUPPORTED_ENDINGS.items():
         if path.endswith(ending):

@@ -1,4 +1,4 @@
-"""Routes of checkpoints, of the model registry that lists them, and of templates."""
+"""Routes of checkpoints, the model registry and templates."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def _listed(request: Request, found: Sequence[Checkpoint], experiment_id: int) -
 
 
 def _sorted(request: Request, found: list[Checkpoint], experiment_id: int) -> list[Checkpoint]:
-    """Sort by a metric or by an attribute, the trial's id where none is named; what has no such
-    metric comes last, and what is equal by time."""
+    """Sort by a metric or by an attribute (default: trial id). Checkpoints without the metric come
+    last; equal checkpoints are ordered by time."""
     metric, attribute = request.first("sortByMetric"), request.first("sortByAttr")
     if attribute in ("", "SORT_BY_UNSPECIFIED"):
         attribute = "SORT_BY_TRIAL_ID"
@@ -72,7 +72,7 @@ def _sorted(request: Request, found: list[Checkpoint], experiment_id: int) -> li
     )
     order = request.first("orderBy")
     descending = order == "ORDER_BY_DESC"
-    if not metric and attribute == "SORT_BY_SEARCHER_METRIC" and order != "ORDER_BY_ASC":  # the better first
+    if not metric and attribute == "SORT_BY_SEARCHER_METRIC" and order != "ORDER_BY_ASC":  # better first
         config = request.master.experiments.get(experiment_id).config
         descending = descending or not smaller_is_better(config)
     known = [each for each in found if key(each) is not None]
@@ -82,13 +82,13 @@ def _sorted(request: Request, found: list[Checkpoint], experiment_id: int) -> li
 
 
 def _download(request: Request) -> StreamingResponse:
-    """Send the files of a checkpoint as .tar.gz."""
+    """Stream the files of a checkpoint as .tar.gz."""
     found = _readable(request, request.args["uuid"])
     return StreamingResponse(pack(request.master.checkpoints.directory(found.uuid)), content_type="application/gzip")
 
 
 def _readable(request: Request, uuid: str) -> Checkpoint:
-    """Return a checkpoint that the sender may read: of its experiment, or its start."""
+    """Return a checkpoint if the sender may read it: of its experiment, or its starting point."""
     found = request.master.checkpoints.get(uuid)
     allocation = request.principal.allocation
     if allocation is not None and found.experiment_id != allocation.experiment_id:
@@ -101,10 +101,10 @@ def _readable(request: Request, uuid: str) -> Checkpoint:
 
 
 def _report(request: Request) -> None:
-    """Store a checkpoint that a trial has saved."""
+    """Store the record of a checkpoint that a trial has saved."""
     body = request.body()
     sender = request.principal.allocation
-    # core_v2 names no allocation
+    # core_v2 sends no allocation id
     name = body.get("allocationId") or ("" if sender is None else sender.id)
     request.own(allocation_id=name, task_id=body.get("taskId"))
     metadata, resources, uuid = body.get("metadata"), body.get("resources"), body.get("uuid")
@@ -133,7 +133,7 @@ def _report(request: Request) -> None:
 
 
 def _patch(request: Request) -> None:
-    """Record that the harness has deleted files of some checkpoints."""
+    """Record that the harness has deleted files of checkpoints."""
     changes = request.body().get("checkpoints")
     if not isinstance(changes, list) or not all(isinstance(change, dict) for change in changes):
         raise Invalid("checkpoints must be a list of changes")
@@ -166,7 +166,7 @@ def _remove_files(request: Request) -> None:
 
 
 def _sizes(resources: Any) -> dict[str, int]:
-    """Read a map of files to their sizes in bytes, which protobuf sends as text. Raises Invalid."""
+    """Parse a map of files to sizes in bytes, which protobuf sends as text. Raises Invalid."""
     if not isinstance(resources, dict):
         raise Invalid("resources must map files to their sizes in bytes")
     try:
@@ -178,7 +178,7 @@ def _sizes(resources: Any) -> dict[str, int]:
     return sizes
 
 
-# -- what the answers contain, in the shapes of Determined's bindings
+# -- responses, in the format of Determined's bindings
 
 
 def checkpoint_json(record: Checkpoint) -> Dict:
@@ -210,7 +210,7 @@ def checkpoint_workload_json(record: Checkpoint) -> Dict:
 
 
 def _size_texts(resources: Mapping[str, int]) -> dict[str, str]:
-    """Write file sizes as text, as protobuf sends 64-bit numbers."""
+    """Return file sizes as text, as protobuf sends 64-bit numbers."""
     return {name: str(size) for name, size in resources.items()}
 
 
@@ -233,7 +233,7 @@ _VERSION_KEYS: dict[str, Callable[[ModelVersion], Any]] = {
 
 
 def _models(request: Request) -> Dict:
-    """List the models that all filters let pass."""
+    """List the models that pass all filters."""
     labels, places, number = set(request.query_all("labels")), _workspaces(request), request.query_number("id")
     name, description = request.first("name").lower(), request.first("description").lower()
     found = [
@@ -255,7 +255,7 @@ def _models(request: Request) -> Dict:
 
 
 def _workspaces(request: Request) -> set[int] | None:
-    """Return the workspaces that a list is limited to; None for all."""
+    """Return the workspaces to which a list is limited; None for all."""
     if numbers := request.query_all("workspaceIds"):
         return {whole(number, "workspaceIds") for number in numbers}
     names = request.query_all("workspaceNames")
@@ -272,7 +272,7 @@ def _key(request: Request, keys: dict[str, Callable[[Any], Any]]) -> Callable[[A
 
 
 def _labels(request: Request) -> Dict:
-    """List the labels of all models, those of most models first."""
+    """List the labels of all models, the most frequent first."""
     place = request.query_number("workspaceId")
     models = [model for model in request.master.state.read(checkpoint_rows.models) if place in (0, model.workspace_id)]
     counts = Counter(label for model in models for label in model.labels)
@@ -335,7 +335,7 @@ def _change_version(request: Request) -> Dict:
 
 
 def _words(body: Dict) -> dict[str, Any]:
-    """Return what users write on a model or a version. Raises Invalid."""
+    """Return the user-written fields of a model or a version. Raises Invalid."""
     found: dict[str, Any] = {name: text_in(body, name) for name in ("name", "description", "comment", "notes")}
     found["metadata"] = body.get("metadata")
     if not isinstance(found["metadata"], dict | None):
@@ -345,7 +345,7 @@ def _words(body: Dict) -> dict[str, Any]:
 
 
 def _workspace(request: Request, body: Dict) -> int | None:
-    """Return the workspace that a body names by id or by name; None if it names none."""
+    """Return the workspace that a body names by id or name; None if it names none."""
     if body.get("workspaceId") is not None:
         return whole(body["workspaceId"], "workspaceId")
     name = body.get("workspaceName")
@@ -381,7 +381,7 @@ def _create_template(request: Request) -> Dict:
 
 
 def _change_template(request: Request) -> Dict:
-    """Replace the configuration of a template by the body."""
+    """Replace the configuration of a template with the body."""
     name, config = request.args["templateName"], _config(request.body())
     return {"template": template_json(request.master.registry.change_template(name, request.user, config))}
 
@@ -393,7 +393,7 @@ def _config(sent: Any) -> Dict:
     return sent
 
 
-# -- what the answers contain, in the shapes of Determined's bindings
+# -- responses, in the format of Determined's bindings
 
 
 def model_json(record: RegisteredModel) -> Dict:

@@ -1,4 +1,4 @@
-"""Routes of experiments: create, look at, steer, change and delete them."""
+"""Routes of experiments: create, read, control, change and delete them."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from zero_trial.master.records import (
 from zero_trial.master.store import experiment_rows, metric_rows
 
 _ROOT = "/api/v1/experiments"
-CONTEXT_BODY = 128 * 1024 * 1024  # bytes: a full context directory in base64, and its configuration
+CONTEXT_BODY = 128 * 1024 * 1024  # bytes: a maximum context directory in base64, plus the configuration
 
 
 def _put(request: Request) -> Dict:
-    """Create an unmanaged experiment, or find the one of this name."""
+    """Create an unmanaged experiment, or return the one with this external id."""
     body = request.body()
     if not body.get("unmanaged"):
         raise Invalid("only unmanaged experiments can have an external id", where="unmanaged")
@@ -77,8 +77,8 @@ def _resume_ended(request: Request) -> Dict:
 
 
 def _created(request: Request, created: Created) -> Dict:
-    # Clients know launch warnings by name and fail on any other text; the rest is in the master's
-    # log.
+    # Clients know launch warnings by name and fail on any other text; other warnings are in the
+    # master's log.
     warnings = [warning for warning in created.warnings if warning.startswith("LAUNCH_WARNING_")]
     return {"experiment": _render(request, created.experiment), "config": created.config, "warnings": warnings}
 
@@ -89,7 +89,7 @@ def _render(request: Request, experiment: Experiment) -> Dict:
 
 
 def _list_all(request: Request) -> Dict:
-    """List experiments, newest first unless asked otherwise."""
+    """List experiments, newest first by default."""
     labels, name = set(request.query_all("labels")), request.first("name").lower()
     user_ids = request.user_ids()
     project_id = request.query_number("projectId")
@@ -117,7 +117,7 @@ def _list_all(request: Request) -> Dict:
 
 
 def _is_hidden(request: Request, experiment: Experiment) -> bool:
-    """Return whether a list without archived experiments leaves one out because of its project."""
+    """Return whether a list without archived experiments omits this one because of its project."""
     project = experiment.project
     return request.first("archived").lower() == "false" and project is not None and project.archived
 
@@ -164,7 +164,7 @@ def _patch(request: Request) -> Dict:
 
 
 def resource_changes(sent: Any) -> Mapping[str, float | None] | None:
-    """Read changes of resources; None if there are none. Raises Invalid."""
+    """Parse changes of resources; return None if there are none. Raises Invalid."""
     if not isinstance(sent, dict) or not sent:
         return None
     change: dict[str, float | None] = {}
@@ -207,7 +207,7 @@ def _best_metric(request: Request) -> Dict:
 
 
 def _preview_gc(request: Request) -> Dict:
-    """Return what ``det experiment set gc-policy`` shows before it asks."""
+    """Return the checkpoints that ``det experiment set gc-policy`` shows before it asks."""
     names = ("save_experiment_best", "save_trial_best", "save_trial_latest")
     policy = GcPolicy(*(_count(request.first(name), name) for name in names))
     searcher = request.master.experiments.get(request.number).config.get("searcher")
@@ -228,7 +228,7 @@ def _preview_gc(request: Request) -> Dict:
 
 
 def _preview_search(request: Request) -> Dict:
-    """Return what ``det preview-search`` shows."""
+    """Return the data that ``det preview-search`` shows."""
     config = request.body().get("config")
     if not isinstance(config, dict):
         raise Invalid("config must be a map")
@@ -247,7 +247,7 @@ def _required_text(body: Mapping[str, Any], name: str) -> str:
     return value
 
 
-# -- what the answers contain, in the shapes of Determined's bindings
+# -- responses, in the format of Determined's bindings
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

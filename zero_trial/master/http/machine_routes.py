@@ -1,5 +1,5 @@
-"""Routes of the machine: the identity of the master, slots and the queue; and logs of trials, tasks
-and the master itself, as streams that can be followed."""
+"""Routes of the machine: identity of the master, slots and queue; and logs of trials, tasks and the
+master, as streams that can be followed."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from zero_trial.util.text import strip_control
 
 
 def _info(request: Request) -> Dict:
-    """Answer what every det command asks for first."""
+    """Return the information that every det command requests first."""
     return {**asdict(request.master.machine.info), "telemetry": {"enabled": False}, "sso_providers": []}
 
 
 def _master(request: Request) -> Dict:
-    """Answer with a v1GetMasterResponse."""
+    """Return a v1GetMasterResponse."""
     return {
         **fields(request.master.machine.info, "version", "master_id", "cluster_id", "cluster_name"),
         "telemetryEnabled": False,
@@ -65,7 +65,7 @@ def _master(request: Request) -> Dict:
 
 
 def _master_config(request: Request) -> Dict:
-    """Return the part of a real master's configuration that has a meaning here."""
+    """Return the parts of a Determined master's configuration that apply here."""
     request.require_admin()
     machine = request.master.machine
     pools = machine.resource_pools()
@@ -74,7 +74,7 @@ def _master_config(request: Request) -> Dict:
         "resource_manager": {"type": "agent", "scheduler": {"type": "priority", "preemption": False}},
         "resource_pools": [{"pool_name": pool.name, "description": pool.description} for pool in pools],
         "telemetry": {"enabled": False},
-        "launch_error": True,  # what no machine can run is an error, not a job that waits forever
+        "launch_error": True,  # a job that no machine can run is rejected instead of waiting forever
     }
     return {"config": config}
 
@@ -139,7 +139,7 @@ def _jobs(request: Request) -> Dict:
 
 
 def _update_jobs(request: Request) -> None:
-    """Set priorities and weights. All updates are checked before the first is done."""
+    """Set priorities and weights. All updates are checked before any is applied."""
     updates = request.body().get("updates")
     if not isinstance(updates, list) or not all(isinstance(update, dict) for update in updates):
         raise Invalid("updates must be a list")
@@ -157,7 +157,7 @@ def _update_jobs(request: Request) -> None:
         request.master.experiments.patch(numbers[update["jobId"]], ExperimentPatch(resources=change))
 
 
-# -- what the answers contain, in the shapes of Determined's bindings
+# -- responses, in the format of Determined's bindings
 
 _EMPTY_TEXTS = (
     *("agentDockerImage", "agentDockerNetwork", "agentDockerRuntime", "agentFluentImage", "clusterName", "imageId"),
@@ -173,21 +173,21 @@ def device_json(slot: SlotInfo) -> Dict:
 
 
 def _slot_json(record: SlotInfo, allocation: Allocation | None = None) -> Dict:
-    """Render a v1Slot; ``allocation`` holds it."""
+    """Render a v1Slot. ``allocation``: the allocation that holds the slot."""
     holder = None if allocation is None else _container_json(allocation, [record])
     same = fields(record, "enabled", "draining")
     return {**same, "id": str(record.number), "device": device_json(record), "container": holder}
 
 
 def _container_json(allocation: Allocation, slots: Iterable[SlotInfo]) -> Dict:
-    """Render a v1Container, in which a real agent would run the allocation."""
+    """Render a v1Container, in which a Determined agent would run the allocation."""
     devices = [device_json(slot) for slot in slots]
     state = "STATE_RUNNING" if allocation.state is AllocationState.RUNNING else "STATE_STARTING"
     return {"id": allocation.container_id, "parent": "", "state": state, "devices": devices, "permissionDenied": False}
 
 
 def agent_json(record: AgentInfo, allocations: Iterable[Allocation]) -> Dict:
-    """Render a v1Agent with its slots and what runs on them."""
+    """Render a v1Agent with its slots and the allocations running on them."""
     running = {allocation.id: allocation for allocation in allocations}
     containers = {
         allocation.container_id: _container_json(
@@ -251,10 +251,10 @@ def _resource_pool_json(record: ResourcePool) -> Dict:
 # -- logs
 
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_WRITTEN_LEVEL = re.compile(r" ?(DEBUG|INFO|WARNING|ERROR|CRITICAL): ?")  # at the beginning of a line
+_WRITTEN_LEVEL = re.compile(r" ?(DEBUG|INFO|WARNING|ERROR|CRITICAL): ?")  # at the start of a line
 _ENTRY = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+Z?) ([A-Z]+) (.*)")
-_TAIL = 1024 * 1024  # bytes of the master's log that are read at most
-# instructions of a compiled searchText; the time for a line grows with them
+_TAIL = 1024 * 1024  # maximum bytes to read of the master's log
+# maximum instructions of a compiled searchText; the time per line grows with them
 _LARGEST_PROGRAM = 1000
 _FILTERS = {
     "allocation_id": "allocationIds",
@@ -266,7 +266,7 @@ _FILTERS = {
 
 
 def _query(request: Request) -> LogQuery:
-    """Read which lines a request asks for. Raises Invalid."""
+    """Return the log query of a request. Raises Invalid."""
     limit = request.query_number("limit")
     among: dict[str, list[Any]] = {
         "level": [level.removeprefix("LOG_LEVEL_") for level in request.query_all("levels")],
@@ -292,35 +292,35 @@ def _stream(
     if not text:
         found = read(asked)
     else:
-        # RE2 matches in a time that is linear in the line and holds no lock of the interpreter
-        # meanwhile; with ``re``, ``(a+)+$`` on one line would stop every thread of the master
+        # RE2 matches in time linear in the line length, and without holding the GIL; with ``re``,
+        # ``(a+)+$`` on one line would block every thread of the master
         pattern, why = compile_pattern(text)
         if why:
             raise Invalid(f"searchText is not a regular expression (RE2 syntax): {why}")
         if pattern.programsize > _LARGEST_PROGRAM:
             raise Invalid("the regular expression in searchText is too large", fix="Use fewer and smaller repetitions.")
-        lines_read = read(replace(asked, limit=None))  # the limit counts lines that pass every filter
+        lines_read = read(replace(asked, limit=None))  # the limit applies to lines that pass all filters
         everything = (line for line in lines_read if line is None or pattern.search(line.message) is not None)
         found = islice(everything, asked.limit) if asked.limit is not None else everything
     if not asked.follow:
         return lines((shape(line) for line in found if line is not None), follow=False)
-    place = ExitStack()  # one of those of requests that wait, until the stream ends
+    place = ExitStack()  # reserves one of the places for waiting requests until the stream ends
     if not place.enter_context(request.waits.one()):
         return failure(503, "too many logs are being followed already, try again")
     return lines((None if line is None else shape(line) for line in found), follow=True, done=place.close)
 
 
 def _shared(line: LogLine) -> Dict:
-    """Render what the lines of trials and of tasks have in common.
+    """Render the fields that log lines of trials and tasks have in common.
 
-    Clients print ``message`` as it is, as Determined's master formats it; ``log`` is the bare
-    text.
+    Clients print ``message`` as it is, so it is formatted as by Determined's master. ``log`` is the
+    plain text.
     """
-    # `det trial logs` prints it to a terminal, which ignores a NUL
+    # `det trial logs` prints the text to a terminal, which ignores a NUL
     text = "\0".join(strip_control(part) for part in line.message.split("\0"))
     rank = "" if line.rank is None else f"[rank={line.rank}] "
     text = shown = text.removeprefix(rank)
-    level = line.level if line.level in _LEVELS else "INFO"  # trials send any text
+    level = line.level if line.level in _LEVELS else "INFO"  # trials send arbitrary levels
     found = None if line.has_level else _WRITTEN_LEVEL.match(text)
     if line.has_level:
         shown = f"{level}: {text}"
@@ -367,7 +367,7 @@ def _master_logs(request: Request) -> Response | StreamingResponse:
 
 
 def _entries(file: Path) -> Iterator[Dict]:
-    """Read the last entries; a line without a time belongs to the entry before it."""
+    """Yield the last entries of the log; a line without a time belongs to the previous entry."""
     try:
         with file.open("rb") as stream:
             start = max(0, stream.seek(0, 2) - _TAIL)
@@ -393,7 +393,7 @@ def _entries(file: Path) -> Iterator[Dict]:
 
 
 def _post_logs(request: Request) -> None:
-    """Store the log lines of core_v2 in an unmanaged trial."""
+    """Store the log lines that core_v2 sends for an unmanaged trial."""
     by_task: dict[str, list[dict[str, object]]] = {}
     for line in request.list_body():
         if not isinstance(line, dict):
@@ -414,7 +414,7 @@ _SLOT = f"{_AGENT}/slots/{{slotId:int}}"
 
 ROUTES = (
     Route("GET", "/info", _info, AuthLevel.PUBLIC),
-    # Clients ask for this before they log in, as they may on a real master; it has no more than
+    # Clients request this before they log in, as on Determined's master; it reveals no more than
     # /info.
     Route("GET", "/api/v1/master", _master, AuthLevel.PUBLIC),
     Route("GET", "/api/v1/master/config", _master_config),

@@ -1,4 +1,4 @@
-"""Requests and responses as routes see them, and how a route is declared."""
+"""Requests and responses as seen by routes, and the declaration of routes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from zero_trial.util.text import spell_nonfinite
 
 Dict = dict[str, Any]
 T = TypeVar("T")
-_MAX_NUMBER = 2**31 - 1  # of an id, an offset or a limit on the wire
-DEEPEST = 100  # levels of a body; code that walks it does so by recursion
+_MAX_NUMBER = 2**31 - 1  # for ids, offsets and limits in requests
+DEEPEST = 100  # maximum nesting of a body; code that walks a body is recursive
 
 
 class BadRequest(Exception):
-    """A malformed or too large request."""
+    """A malformed or oversized request."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class RequestHead:
     length: int  # of the body in bytes
 
     def bearer(self, header: str) -> str | None:
-        """Return the token after ``Bearer`` in a header, if it is there."""
+        """Return the token after ``Bearer`` in a header; None if there is none."""
         scheme, _, token = self.headers.get(header, "").partition(" ")
         return token.strip() if scheme.lower() == "bearer" and token.strip() else None
 
@@ -63,20 +63,20 @@ def parse_query(text: str) -> dict[str, list[str]]:
 
 
 def split_path(path: str) -> list[str]:
-    """Split a path at its slashes and unquote its parts; ``a//b`` keeps an empty one."""
+    """Split a path at slashes and unquote its parts; ``a//b`` contains an empty part."""
     parts = path.strip("/").split("/")
     return [unquote(part) for part in parts] if "%" in path else parts
 
 
 class Waits:
-    """Counts the requests that wait, so that they cannot take every connection."""
+    """Counts waiting requests, so that they cannot occupy all threads."""
 
     def __init__(self, limit: int) -> None:
         self._free = threading.BoundedSemaphore(limit)
 
     @contextmanager
     def one(self) -> Iterator[bool]:
-        """Hold a place for the block, and yield whether there was one."""
+        """Try to reserve a place for the duration of the block; yield whether one was free."""
         granted = self._free.acquire(blocking=False)
         try:
             yield granted
@@ -87,10 +87,10 @@ class Waits:
 
 @dataclass(frozen=True)
 class Request:
-    """A request as its route sees it: its sender is known and its body has been read.
+    """A request as its route sees it: the sender is known and the body has been read.
 
-    ``args`` are the named parts of the path, unquoted; ``numbers`` those of them that must be
-    numbers; ``query`` the fields of the query string.
+    ``args`` are the named parts of the path, unquoted; ``numbers`` are the args that must be
+    integers, parsed; ``query`` contains the fields of the query string.
     """
 
     master: Master
@@ -104,13 +104,13 @@ class Request:
 
     @property
     def number(self) -> int:
-        """Return the only part of the path that must be a number."""
+        """Return the only integer in the path."""
         (number,) = self.numbers.values()
         return number
 
     @property
     def user(self) -> User:
-        """Return the sender. Raises PermissionDenied for an allocation."""
+        """Return the user who sent the request. Raises PermissionDenied for an allocation."""
         if self.principal.user is None:
             raise PermissionDenied("this request needs a user's token")
         return self.principal.user
@@ -120,7 +120,7 @@ class Request:
         return {user.name: user.id for user in self.master.accounts.users()}
 
     def own(self, **asked: object) -> None:
-        """Raise PermissionDenied if an allocation asks for what is not its own."""
+        """Raise PermissionDenied if an allocation requests something that is not its own."""
         if self.principal.allocation is not None:
             require_own(self.principal.allocation, **asked)
 
@@ -133,7 +133,7 @@ class Request:
         require_owner(self.user, owner, name)
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON object that came; empty if nothing came. Raises BadRequest."""
+        """Return the JSON object in the body; empty if there is no body. Raises BadRequest."""
         value = self._json()
         if value is None:
             return {}
@@ -142,33 +142,33 @@ class Request:
         return value
 
     def list_body(self) -> list[Any]:
-        """Return the JSON list that came. Raises BadRequest."""
+        """Return the JSON list in the body. Raises BadRequest."""
         value = self._json()
         if not isinstance(value, list):
             raise BadRequest(400, "the body is not a JSON list")
         return value
 
     def _json(self) -> Any:
-        """Return the JSON that came; None if nothing came. Raises BadRequest."""
+        """Return the JSON value in the body; None if there is no body. Raises BadRequest."""
         if not self.content:
             return None
         try:
-            # from bytes, json takes half characters too
+            # decode first: given bytes, json would also accept lone surrogates
             value = json.loads(self.content.decode("utf-8"))
         except (ValueError, RecursionError):
             raise BadRequest(400, "the body is not JSON") from None
-        # without reading each value: most bodies are reports of a few numbers
+        # avoid a full walk in the usual case: most bodies are reports of a few numbers
         if b"\\u" in self.content or self.content.count(b"[") + self.content.count(b"{") > DEEPEST:
             _check_text(value)
         return value
 
     def first(self, name: str) -> str:
-        """Return the first value of a field of the query string; "" if it is not there."""
+        """Return the first value of a query string field; "" if the field is missing."""
         values = self.query.get(name)
         return values[0] if values else ""
 
     def query_number(self, name: str) -> int:
-        """Return an integer of the query string, 0 if it is not there. Raises Invalid."""
+        """Return an integer query string field; 0 if it is missing. Raises Invalid."""
         text = self.first(name)
         return whole(text, name) if text else 0
 
@@ -176,20 +176,20 @@ class Request:
         return self.first(name).lower() in ("true", "1", "yes")
 
     def query_time(self, name: str) -> float | None:
-        """Return a time of the query string in seconds since the epoch. Raises Invalid."""
+        """Return a time from the query string in seconds since the epoch. Raises Invalid."""
         text = self.first(name)
         return parse_time(text, name) if text else None
 
     def query_all(self, name: str) -> list[str]:
-        """Return every value of a field that may come more than once."""
+        """Return every value of a repeatable field."""
         return list(self.query.get(name, ()))
 
     def passes(self, name: str, value: str) -> bool:
-        """Return whether a value is among those of a field, or the field is not there."""
+        """Return whether a value is among those of a field, or the field is missing."""
         return name not in self.query or value in self.query[name]
 
     def passes_switch(self, name: str, value: bool) -> bool:
-        """Return whether a field with true or false is not there, or has this value."""
+        """Return whether a boolean field is missing or has this value."""
         asked = self.first(name).lower()
         return not asked or value == (asked == "true")
 
@@ -198,21 +198,21 @@ class Request:
         return self.first("orderBy") == "ORDER_BY_DESC"
 
     def page(self, items: Sequence[T]) -> tuple[Sequence[T], dict[str, int]]:
-        """Return the part of a list that ``offset`` and ``limit`` ask for, with Determined's
+        """Return the part of a list selected by ``offset`` and ``limit``, with Determined's
         ``pagination``.
 
-        Limit 0 or -1: all; -2: only the pagination.
+        Limit 0 or -1: all items; -2: only the pagination.
         """
         found = self.window(len(items))
         return items[found["startIndex"] : found["endIndex"]], found
 
     def listed(self, name: str, items: Sequence[T], render: Callable[[T], Any]) -> Dict:
-        """Answer with the part of a list that the request asks for, see `page`."""
+        """Return a response with the requested part of a list; see `page`."""
         page, pagination = self.page(items)
         return {name: [render(item) for item in page], "pagination": pagination}
 
     def window(self, total: int) -> dict[str, int]:
-        """Return the ``pagination`` of a list of ``total`` items, see `page`."""
+        """Return the ``pagination`` of a list of ``total`` items; see `page`."""
         offset, limit = max(self.query_number("offset"), 0), self.query_number("limit")
         start = min(offset, total)
         end = start if limit == -2 else total if limit <= 0 else min(start + limit, total)
@@ -220,7 +220,7 @@ class Request:
 
 
 def _check_text(value: Any, place: str = "$", depth: int = 0) -> None:
-    """Raise BadRequest, with the place, for lone surrogates and for too deep values."""
+    """Raise BadRequest, with the location, for lone surrogates and too deeply nested values."""
     if depth > DEEPEST:
         raise BadRequest(400, f"the body is nested more than {DEEPEST} levels deep")
     if isinstance(value, str):
@@ -238,7 +238,7 @@ def _check_text(value: Any, place: str = "$", depth: int = 0) -> None:
 
 
 def whole(value: Any, name: str) -> int:
-    """Return an integer in the range of an id or a count. Raises Invalid."""
+    """Return ``value`` as an integer in the range of an id or a count. Raises Invalid."""
     try:
         if isinstance(value, bool) or (
             isinstance(value, str) and not (value.isascii() and value.removeprefix("-").isdigit())
@@ -255,7 +255,7 @@ def whole(value: Any, name: str) -> int:
 
 
 def text_in(body: Mapping[str, Any], name: str) -> str | None:
-    """Return a text of a body; None if it is not there. Raises Invalid."""
+    """Return a string field of a body; None if the field is missing. Raises Invalid."""
     value = body.get(name)
     if not isinstance(value, str | None):
         raise Invalid(f"{name} must be a string")
@@ -263,14 +263,14 @@ def text_in(body: Mapping[str, Any], name: str) -> str | None:
 
 
 def texts(value: Any, name: str) -> list[str]:
-    """Return the texts of a list, each once. Raises Invalid."""
+    """Return the strings of a list, without duplicates. Raises Invalid."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise Invalid(f"{name} must be a list of strings")
     return list(dict.fromkeys(value))
 
 
 def real(value: Any, name: str) -> float:
-    """Return a finite number. Raises Invalid."""
+    """Return ``value`` as a finite number. Raises Invalid."""
     try:
         number = float(value) if not isinstance(value, bool) else math.nan
     except (TypeError, ValueError, OverflowError):
@@ -280,43 +280,43 @@ def real(value: Any, name: str) -> float:
     return number
 
 
-# -- what goes back: a whole body, or a stream whose end is not known yet
+# -- responses: a complete body, or a stream of unknown length
 
-_BATCH = 64 * 1024  # bytes of lines that are sent together
-_PIECE = 256 * 1024  # bytes of a file that are read at once
-_GZIP = 31  # zlib's window of 2**15 with a gzip header around it
+_BATCH = 64 * 1024  # bytes of lines to send together
+_PIECE = 256 * 1024  # bytes of a file per read
+_GZIP = 31  # zlib wbits: a window of 2**15 with a gzip header
 
 
 @dataclass(frozen=True)
 class Response:
-    """A status and a whole body."""
+    """A status and a complete body."""
 
     status: int = 200
     body: bytes = b"{}"
     content_type: str = "application/json"
-    headers: Mapping[str, str] = field(default_factory=dict)  # more of them
+    headers: Mapping[str, str] = field(default_factory=dict)  # additional headers
 
 
 @dataclass(frozen=True)
 class StreamingResponse:
-    """A body in pieces. An empty one sends nothing; it lets the server look for the client."""
+    """A body in pieces. An empty piece sends nothing; the server then checks for a disconnect."""
 
     pieces: Generator[bytes, None, None]
     content_type: str = "application/json"
     done: Callable[[], None] | None = (
-        None  # called once, when the stream has ended or was given up, even before its first piece
+        None  # called once, when the stream has ended or was abandoned, even before its first piece
     )
     status: int = field(default=200, init=False)
 
     def close(self) -> None:
-        """Release what the stream holds."""
+        """Release the resources of the stream."""
         self.pieces.close()
         if self.done is not None:
             self.done()
 
 
 def encode(value: Any) -> bytes:
-    """Encode JSON; NaN and the infinities become strings, as in protobuf's JSON."""
+    """Encode as JSON; NaN and infinities become strings, as in protobuf's JSON."""
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode("utf-8", "replace")
     except ValueError:
@@ -324,16 +324,16 @@ def encode(value: Any) -> bytes:
 
 
 def failure(status: int, message: str) -> Response:
-    """Return an error with its text where clients read it: ``message``, ``error.error``."""
+    """Return an error with its text where clients read it: ``message`` and ``error.error``."""
     error = {"code": status, "reason": HTTPStatus(status).phrase, "error": message}
     return Response(status, encode({"message": message, "error": error}))
 
 
 def refuse_foreign(head: RequestHead, hosts: Collection[str]) -> Response | None:
-    """Refuse what a web page made a browser send (DNS rebinding, cross-site requests).
+    """Reject requests that a web page made a browser send (DNS rebinding, cross-site requests).
 
     Args:
-        hosts: how this server is called: name and port.
+        hosts: the accepted names of this server, with port.
     """
     if head.headers.get("host", "").lower() not in hosts:
         return failure(403, "the Host header does not match this server")
@@ -350,14 +350,14 @@ def lines(
 ) -> StreamingResponse:
     """Stream newline-delimited JSON, one ``{"result": value}`` per line.
 
-    With ``follow`` every line is sent by itself; None becomes an empty piece.
+    With ``follow``, every line is sent separately, and None becomes an empty piece.
     """
     encoded = (b"" if value is None else encode({"result": value}) + b"\n" for value in values)
     return StreamingResponse(encoded if follow else _batched(encoded), done=done)
 
 
 def listing(name: str, items: Iterable[Any], **more: Any) -> StreamingResponse:
-    """Stream a JSON object whose field ``name`` is a list of any length."""
+    """Stream a JSON object in which field ``name`` is a list of any length."""
 
     def pieces() -> Iterator[bytes]:
         yield encode({**more, name: []})[:-2]
@@ -369,8 +369,8 @@ def listing(name: str, items: Iterable[Any], **more: Any) -> StreamingResponse:
 
 
 def packed(tgz: bytes) -> StreamingResponse:
-    """Stream a context directory as clients unpack it: ``b64Tgz``."""
-    step = 3 * _BATCH  # without padding in between
+    """Stream a context directory in the format that clients unpack: ``b64Tgz``."""
+    step = 3 * _BATCH  # a multiple of 3, so that there is no padding in between
     pieces = (base64.b64encode(tgz[at : at + step]) for at in range(0, len(tgz), step))
     return StreamingResponse(piece for part in ((b'{"b64Tgz":"',), pieces, (b'"}',)) for piece in part)
 
@@ -389,7 +389,7 @@ def _batched(pieces: Iterable[bytes]) -> Generator[bytes, None, None]:
 
 
 def pack(directory: Path) -> Generator[bytes, None, None]:
-    """Stream the plain files below ``directory`` as a .tar.gz. Raises OSError if one shrinks."""
+    """Stream the regular files below ``directory`` as a .tar.gz. Raises OSError if one shrinks."""
     squeeze = zlib.compressobj(1, zlib.DEFLATED, _GZIP)
     for block in _blocks(directory):
         if piece := squeeze.compress(block):
@@ -422,7 +422,7 @@ def _file(path: Path, name: str) -> Iterator[bytes]:
 
 
 def fields(record: object, *names: str) -> Dict:
-    """Return attributes of a record as Determined's bindings name them, in camel case."""
+    """Return attributes of a record under the camel-case names of Determined's bindings."""
     return {_camel(name): getattr(record, name) for name in names}
 
 
@@ -433,7 +433,7 @@ def _camel(name: str) -> str:
 
 
 def when(seconds: float | None, timespec: str = "milliseconds") -> str | None:
-    """Return a time as RFC 3339 in UTC; None for a time that has not come."""
+    """Return a time as RFC 3339 in UTC; None if there is no such time yet."""
     if seconds is None:
         return None
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec=timespec).replace("+00:00", "Z")
@@ -448,9 +448,9 @@ SMALL_BODY = 8 * 1024 * 1024  # bytes
 
 
 class AuthLevel(Enum):
-    """The tokens that a route takes."""
+    """The tokens that a route accepts."""
 
-    PUBLIC = "public"  # no token is needed
+    PUBLIC = "public"  # no token needed
     USER = "user"
     TASK = "task"
     BOTH = "both"

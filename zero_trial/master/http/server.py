@@ -1,9 +1,9 @@
-"""The HTTP/1.1 server: waitress reads requests and writes responses in one thread, and a pool of
-threads calls the handler (docs/decisions/http-of-the-master.md).
+"""The HTTP/1.1 server: one waitress thread reads requests and writes responses, and a thread pool
+calls the handler (docs/decisions/http-of-the-master.md).
 
-A request reaches a thread of the pool when waitress has received all of it, large bodies in
-temporary files: a client that sends slowly costs a socket and no thread. A long poll and a followed
-log cost a thread that sleeps.
+A request is passed to the pool once waitress has received all of it (large bodies go to temporary
+files), so a slow client occupies a socket but no thread. A long poll or a followed log occupies a
+sleeping thread.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ LOOPBACK = "127.0.0.1"
 THREADS = 256
 _LIMITS: Mapping[str, Any] = {
     "max_request_header_size": 32 * 1024,  # bytes
-    "max_request_body_size": 128 * 1024 * 1024 + 1,  # bytes; a route accepts at most its own limit
-    "connection_limit": 900,  # 1,024 file descriptors are usual; beyond it, connections wait in the kernel
+    "max_request_body_size": 128 * 1024 * 1024 + 1,  # bytes; each route has its own, lower limit
+    "connection_limit": 900,  # usually there are 1,024 file descriptors; further connections wait in the kernel
     "recv_bytes": 256 * 1024,
-    "channel_timeout": 60,  # seconds without a byte between two requests, or in the middle of one
+    "channel_timeout": 60,  # seconds without a byte, between requests or within one
     "cleanup_interval": 10,
 }
 
 
 class HttpServer:
-    """Listens on a socket and answers with a handler, which many threads call at once.
+    """Listens on a socket and answers with a handler, which many threads call concurrently.
 
-    It listens from its construction and answers after ``start``; ``with`` closes it. ``port`` 0
-    takes a free one. Raises ZeroTrialError if the port is taken.
+    The socket listens from construction on and answers after ``start``; ``with`` closes it.
+    ``port`` 0 selects a free port. Raises ZeroTrialError if the port is in use.
     """
 
     def __init__(self, *, host: str = LOOPBACK, port: int = 0, threads: int = THREADS) -> None:
@@ -50,7 +50,7 @@ class HttpServer:
         self._socket = _listen(host, port)
         self.port: int = self._socket.getsockname()[1]
         self._closing = threading.Event()
-        self._waking = threading.Lock()  # held while a thread writes to the trigger, or closes it
+        self._waking = threading.Lock()  # held while a thread writes to the trigger or closes it
         self._channels: dict[int, Any] = {}
         self._server: Any = None
         self._thread: threading.Thread | None = None
@@ -60,15 +60,15 @@ class HttpServer:
         return f"http://{self.host}:{self.port}"
 
     def start(self, handler: Handler) -> None:
-        """Answer with ``handler`` in threads of their own; returns at once."""
-        logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # requests may wait for a thread
+        """Start to answer with ``handler`` in background threads; return immediately."""
+        logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # waiting for a thread is normal, so do not warn
         self._server = create_server(
             _application(handler),
             map=self._channels,
             sockets=[self._socket],
             threads=self._threads,
-            channel_request_lookahead=1,  # notices clients that close while they are answered
-            clear_untrusted_proxy_headers=False,  # nothing reads them
+            channel_request_lookahead=1,  # detects clients that disconnect during a response
+            clear_untrusted_proxy_headers=False,  # nothing reads these headers
             ident=None,
             **_LIMITS,
         )
@@ -78,7 +78,7 @@ class HttpServer:
     def _serve(self) -> None:
         while not self._closing.is_set():
             wasyncore.loop(timeout=1.0, map=self._channels, use_poll=True, count=1)
-        self._server.task_dispatcher.set_thread_count(0)  # busy ones are daemons: nothing waits for them
+        self._server.task_dispatcher.set_thread_count(0)  # busy threads are daemons: do not wait for them
         for channel in list(self._server.active_channels.values()):
             channel.handle_close()
         with self._waking:
@@ -104,7 +104,7 @@ class HttpServer:
 
 
 def _application(handler: Handler) -> Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]:
-    """Return a handler as a WSGI application (PEP 3333)."""
+    """Return a WSGI application (PEP 3333) that calls ``handler``."""
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         try:
@@ -119,7 +119,7 @@ def _application(handler: Handler) -> Callable[[dict[str, Any], Callable[..., An
         status = f"{found.status} {HTTPStatus(found.status).phrase}"
         if isinstance(found, StreamingResponse):
             try:
-                start_response(status, headers)(b"")  # sends the headers: the first piece may take long
+                start_response(status, headers)(b"")  # sends the headers now: the first piece may take long
             except BaseException:
                 found.close()
                 raise
@@ -131,7 +131,7 @@ def _application(handler: Handler) -> Callable[[dict[str, Any], Callable[..., An
 
 
 def _head_of(environ: Mapping[str, Any]) -> RequestHead:
-    """Return request line and headers. Raises BadRequest."""
+    """Return the request line and headers. Raises BadRequest."""
     path, _, query = environ["REQUEST_URI"].partition("#")[0].partition("?")
     if not path.startswith("/") or not (path.isascii() and path.isprintable()):
         raise BadRequest(400, "the request target must be a path")
@@ -140,7 +140,7 @@ def _head_of(environ: Mapping[str, Any]) -> RequestHead:
 
 
 def _body(environ: Mapping[str, Any], length: int, limit: int) -> bytes:
-    """Return the body, at most ``limit`` bytes. Raises BadRequest."""
+    """Return the body of at most ``limit`` bytes. Raises BadRequest."""
     if length > limit:
         raise BadRequest(413, f"the body has {length} bytes; at most {limit} are accepted here")
     body: bytes = environ["wsgi.input"].read(length)
@@ -148,8 +148,8 @@ def _body(environ: Mapping[str, Any], length: int, limit: int) -> bytes:
 
 
 def _pieces(answer: StreamingResponse, gone: Callable[[], bool]) -> Iterator[bytes]:
-    """Yield what is to be sent, until the client has gone. If it breaks off, the last chunk is
-    missing, which is how the client notices."""
+    """Yield the pieces of a stream until the client disconnects. If an error interrupts the stream,
+    the final chunk is missing, so that the client can detect it."""
     with closing(answer):
         try:
             for piece in answer.pieces:

@@ -1,4 +1,4 @@
-"""Routes of trials, their tasks and allocations, and of what the harness reports."""
+"""Routes of trials, their tasks and allocations, and of the harness's reports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from zero_trial.master.records import (
 from zero_trial.master.store import trial_rows
 
 _ROOT = "/api/v1/trials"
-_PER_LINE = 100  # metric reports that are sent in one line of a stream
+_PER_LINE = 100  # metric reports per line of a stream
 _WORKLOAD_FILTERS = {
     "FILTER_OPTION_CHECKPOINT": ("checkpoint",),
     "FILTER_OPTION_VALIDATION": ("validation",),
@@ -60,7 +60,7 @@ def _workloads(request: Request) -> StreamingResponse:
 
 
 def _metrics(group: str | None) -> Any:
-    """Stream every report of the trials asked for."""
+    """Stream all reports of the requested trials."""
 
     def action(request: Request) -> StreamingResponse:
         wanted = group or request.first("group") or None
@@ -81,7 +81,7 @@ def _reports(request: Request, numbers: list[int], group: str | None) -> Iterato
 
 
 def _report_metrics(request: Request) -> None:
-    """Store a report of metrics. This is the busiest route of all."""
+    """Store a report of metrics. This is the most frequently called route."""
     body = request.body()
     report, group = body.get("metrics"), body.get("group")
     if not isinstance(report, dict) or not isinstance(group, str) or not group:
@@ -107,7 +107,7 @@ def _report_metrics(request: Request) -> None:
 
 
 def _report_progress(request: Request) -> None:
-    fraction = real(request.body().get("progress"), "progress")  # of the trial, with "isRaw" and without
+    fraction = real(request.body().get("progress"), "progress")  # fraction of the trial, with or without "isRaw"
     request.master.trials.report_progress(request.number, fraction)
 
 
@@ -124,7 +124,7 @@ def _early_exit(request: Request) -> None:
 
 
 def _start_run(request: Request) -> Dict:
-    """Note that a rank begins to report. Its ``runId`` is the trial's id."""
+    """Accept that a rank starts to report. Its ``runId`` is the trial's id."""
     body = request.body()
     number, section = whole(body.get("runId"), "runId"), body.get("checkpointStorage")
     request.own(trial_id=number)
@@ -146,7 +146,7 @@ def _set_metadata(request: Request) -> Dict:
 
 
 def _put(request: Request) -> Dict:
-    """Create an unmanaged trial, or find the one of this name in its experiment."""
+    """Create an unmanaged trial, or return the experiment's trial with this external id."""
     body = request.body()
     inner = body.get("createTrialRequest")
     if not isinstance(inner, dict):
@@ -165,7 +165,7 @@ def _unmanaged(request: Request, body: Mapping[str, Any], name: str | None = Non
 
 
 def external_id(value: Any) -> str:
-    """Return a name that its user has given to an unmanaged experiment or trial. Raises Invalid."""
+    """Return the user's name for an unmanaged experiment or trial. Raises Invalid."""
     if not isinstance(value, str) or not value or len(value) > 256 or not value.isprintable():
         raise Invalid("an external id must be 1 to 256 printable characters", got=repr(value)[:60])
     return value
@@ -177,7 +177,7 @@ def _start(request: Request) -> Dict:
 
 
 def _patch(request: Request) -> Dict:
-    """Take a heartbeat of an unmanaged trial, with its state or without."""
+    """Record a heartbeat of an unmanaged trial, optionally with its state."""
     state = request.body().get("state")
     if not isinstance(state, str | None):
         raise Invalid("state must be a string")
@@ -185,9 +185,9 @@ def _patch(request: Request) -> Dict:
     return {"trial": trial_json(request.master.unmanaged.patch(request.number, name))}
 
 
-# -- what the answers contain, in the shapes of Determined's bindings
+# -- responses, in the format of Determined's bindings
 
-# names in a trial's summary
+# names of groups in a trial's summary
 _OWN_GROUPS = {"training": "avg_metrics", "validation": "validation_metrics"}
 
 
@@ -220,7 +220,7 @@ def metrics_json(report: MetricReport | None) -> Dict | None:
         return None
     return {
         "endTime": when(report.reported),
-        "metrics": {"avgMetrics": report.metrics, "batchMetrics": report.batch_metrics or []},  # a list by protobuf
+        "metrics": {"avgMetrics": report.metrics, "batchMetrics": report.batch_metrics or []},  # protobuf: a list
         "numInputs": 0,
         "totalBatches": report.steps_completed or 0,
     }
@@ -245,12 +245,12 @@ def workload_json(record: MetricReport | Checkpoint) -> Dict:
     return {record.group: metrics_json(record)}
 
 
-_MAX_POLL = 60.0  # seconds that a long poll waits
-_CROWDED_POLL = 1.0  # the same when too many wait already
+_MAX_POLL = 60.0  # maximum seconds of a long poll
+_CROWDED_POLL = 1.0  # maximum seconds if too many requests are waiting already
 
 
 def _accelerator_data(request: Request) -> None:
-    """Take what nothing here shows: the harness sends it at the start of each run."""
+    """Accept and ignore data that the harness sends at the start of each run."""
     request.body()
 
 
@@ -262,7 +262,7 @@ def _rendezvous(request: Request) -> Dict:
 
 
 def _all_gather(request: Request) -> Dict:
-    """Wait until all containers of an allocation have sent their data, and return all of it."""
+    """Wait until all containers of an allocation have sent their data, and return all the data."""
     body = request.body()
     name, peers = body.get("requestUuid"), body.get("numPeers")
     if not isinstance(name, str) or not isinstance(peers, int) or peers < 1:
@@ -274,7 +274,7 @@ def _all_gather(request: Request) -> Dict:
 
 
 def _preemption(request: Request) -> Dict:
-    """Wait until the allocation is to stop: a long poll, shorter when too many wait already."""
+    """Wait until the allocation is preempted: a long poll, shorter if too many are waiting."""
     text = request.first("timeout_seconds") or request.first("timeoutSeconds") or "60"
     try:
         timeout = float(text)
@@ -298,7 +298,7 @@ def _list_tasks(request: Request) -> Dict:
     return {"allocationIdToSummary": found}
 
 
-# -- what the answers contain, in the shapes of Determined's bindings
+# -- responses, in the format of Determined's bindings
 
 
 def allocation_summary_json(task: Task, allocation: Allocation, nodes: Sequence[str]) -> Dict:

@@ -1,5 +1,5 @@
-"""Checkpoints in the store, which of them trials still start from, and the models whose versions
-they are. Their files are in the experiment's checkpoint storage."""
+"""Checkpoints in the store, the checkpoints that trials still start from, and models, whose
+versions are checkpoints. Checkpoint files are in the experiment's checkpoint storage."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ _UNFINISHED = tuple(state for state in ExperimentState if not state.final)
 
 
 def put(connection: sqlite3.Connection, checkpoint: Checkpoint) -> None:
-    """Insert a checkpoint, or replace one of the same UUID (the harness may report it twice)."""
+    """Insert a checkpoint, or replace it by UUID (the harness may report a checkpoint twice)."""
     values = {name: getattr(checkpoint, name) for name in _SAME}
     insert(connection, "checkpoints", {**values, "steps": checkpoint.steps_completed}, "INSERT OR REPLACE")
 
 
 def get(connection: sqlite3.Connection, uuid: str, *, derived: bool = True) -> Checkpoint | None:
-    """Return one checkpoint; ``derived``: with its trial's config and validation."""
+    """Return one checkpoint. ``derived``: with its trial's config and validation."""
     found = _listed(connection, "c.uuid = ?", uuid, derived=derived)
     return found[0] if found else None
 
 
 def trial_of(connection: sqlite3.Connection, uuid: str) -> int | None:
-    """Return the trial that has saved a checkpoint; None if it is not known."""
+    """Return the trial that saved a checkpoint; None if the trial is unknown."""
     row = connection.execute("SELECT trial_id FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
     return None if row is None else row[0]
 
 
 def of_trial(connection: sqlite3.Connection, trial_id: int) -> list[Checkpoint]:
-    """List the checkpoints of a trial by steps, then by time."""
+    """List the checkpoints of a trial, ordered by steps, then time."""
     return _listed(connection, "c.trial_id = ?", trial_id, "steps, reported, rowid")
 
 
 def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[Checkpoint]:
-    """List the checkpoints of an experiment by time."""
+    """List the checkpoints of an experiment, ordered by time."""
     return _listed(connection, "c.experiment_id = ?", experiment_id)
 
 
 def latest(connection: sqlite3.Connection, trial_id: int) -> Checkpoint | None:
-    """Return the newest checkpoint of a trial that can be restored."""
+    """Return the newest restorable checkpoint of a trial."""
     restorable = "c.trial_id = ? AND c.state = 'COMPLETED' AND c.doomed = 0"
     found = _listed(connection, restorable, trial_id, "reported DESC, rowid DESC LIMIT 1", derived=False)
     return found[0] if found else None
 
 
 def storage_number(connection: sqlite3.Connection, section: Mapping[str, Any]) -> int:
-    """Return the number of a ``checkpoint_storage`` section, a new one if it is not known."""
+    """Return the id of a ``checkpoint_storage`` section; insert the section if it is new."""
     text = dumps(dict(sorted(section.items())))
     connection.execute("INSERT OR IGNORE INTO storages (section) VALUES (?)", (text,))
     return int(connection.execute("SELECT id FROM storages WHERE section = ?", (text,)).fetchone()[0])
@@ -72,20 +72,20 @@ def change(connection: sqlite3.Connection, uuid: str, **columns: Any) -> None:
 
 
 def mark_deleted(connection: sqlite3.Connection, uuids: Iterable[str]) -> None:
-    """Mark what is to be deleted on disk; it stays marked until that is done."""
+    """Mark checkpoints for deletion from disk; they stay marked until their files are deleted."""
     connection.executemany(
         "UPDATE checkpoints SET doomed = 1 WHERE uuid = ? AND state NOT IN ('DELETED')", [(uuid,) for uuid in uuids]
     )
 
 
 def is_marked(connection: sqlite3.Connection, uuid: str) -> bool:
-    """Return whether a checkpoint is marked."""
+    """Return whether a checkpoint is marked for deletion."""
     row = connection.execute("SELECT doomed FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
     return row is not None and bool(row[0])
 
 
 def marked_deleted(connection: sqlite3.Connection) -> list[Checkpoint]:
-    """List the checkpoints that are marked."""
+    """List the checkpoints that are marked for deletion."""
     return _listed(connection, "c.doomed = 1 AND ?", 1)
 
 
@@ -93,7 +93,7 @@ def source_of(connection: sqlite3.Connection, config: Mapping[str, Any]) -> str 
     """Return the checkpoint that new trials of an experiment start from; None if they start from
     scratch.
 
-    That is ``searcher.source_checkpoint_uuid``, or the newest checkpoint of
+    This is ``searcher.source_checkpoint_uuid``, or the newest checkpoint of
     ``searcher.source_trial_id``.
     """
     searcher = config.get("searcher") or {}
@@ -106,7 +106,7 @@ def source_of(connection: sqlite3.Connection, config: Mapping[str, Any]) -> str 
 
 
 def sources_in_use(connection: sqlite3.Connection) -> dict[str, int]:
-    """Return the checkpoints that trials start from, each with an unfinished experiment."""
+    """Return the checkpoints that trials start from, each with one unfinished experiment."""
     rows = connection.execute(
         "SELECT warm_start_checkpoint, experiment_id FROM trials WHERE warm_start_checkpoint IS NOT NULL "
         "AND state NOT IN ('COMPLETED', 'CANCELED', 'ERROR')"
@@ -122,11 +122,11 @@ def sources_in_use(connection: sqlite3.Connection) -> dict[str, int]:
 def _listed(
     connection: sqlite3.Connection, which: str, value: object, order: str = "reported, rowid", *, derived: bool = True
 ) -> list[Checkpoint]:
-    """List checkpoints, ``derived``: with the validations at their steps, and with what those of
-    one trial share.
+    """List checkpoints. ``derived``: with the validations at their steps, and with fields of their
+    trial and experiment.
 
     Args:
-        which: the checkpoints ``c`` in SQL, with one parameter: ``value``.
+        which: SQL condition on the checkpoints ``c``, with one parameter: ``value``.
     """
     columns = "c.*, c.steps AS steps_completed"
     rows = connection.execute(
@@ -156,7 +156,7 @@ def _section(connection: sqlite3.Connection, storage_id: int) -> Mapping[str, An
 
 
 def _of_trial(connection: sqlite3.Connection, trial_id: int | None, experiment_id: int | None) -> Mapping[str, Any]:
-    """Return what a checkpoint shows of its trial; empty if it has none."""
+    """Return the fields of a checkpoint that come from its trial; empty if there is no trial."""
     found = connection.execute(
         "SELECT t.hparams, e.config FROM experiments e LEFT JOIN trials t ON t.id = ?1 WHERE e.id = ?2 AND ?1 NOTNULL",
         (trial_id, experiment_id),
@@ -183,14 +183,14 @@ def models(connection: sqlite3.Connection) -> list[RegisteredModel]:
 
 
 def model(connection: sqlite3.Connection, which: str | int) -> RegisteredModel | None:
-    """Return a model by name or by id."""
+    """Return a model by name or id."""
     column = "id" if isinstance(which, int) else "name"
     row = connection.execute(f"{_MODEL} WHERE m.{column} = ?", (which,)).fetchone()
     return None if row is None else record(RegisteredModel, row)
 
 
 def versions(connection: sqlite3.Connection, of: RegisteredModel) -> list[ModelVersion]:
-    """List the versions of a model by number."""
+    """List the versions of a model, ordered by number."""
     rows = connection.execute(f"{_VERSION} WHERE v.model_id = ? ORDER BY v.version", (of.id,))
     return [_version(connection, of, row) for row in rows.fetchall()]
 
@@ -211,7 +211,7 @@ def add_version(connection: sqlite3.Connection, model_id: int, values: Mapping[s
 
 
 def registered(connection: sqlite3.Connection, uuids: Iterable[str] | None = None) -> list[Registered]:
-    """List the checkpoints that are versions of models: all, or those of ``uuids``."""
+    """List the checkpoints that are model versions: all, or only those in ``uuids``."""
     rows = connection.execute(
         "SELECT v.checkpoint_uuid AS uuid, m.name AS model_name, m.id AS model_id, v.version "
         "FROM model_versions v JOIN models m ON m.id = v.model_id ORDER BY v.id"

@@ -1,7 +1,7 @@
-"""The master's SQLite file: its schema, and how it is opened for writing and for reading.
+"""The master's SQLite file: its schema, and functions to open it for writing and reading.
 
-WAL with ``synchronous = NORMAL``: what a returned transaction wrote outlives the process (``kill
--9`` included); after a power cut the newest transactions may be missing, but never a part of one.
+WAL with ``synchronous = NORMAL``: committed transactions survive the end of the process (including
+``kill -9``). After a power failure, the newest transactions may be missing, but never part of one.
 """
 
 from __future__ import annotations
@@ -235,20 +235,20 @@ INSERT INTO projects (id, workspace_id, name, key, owner) VALUES (1, 1, 'Uncateg
 LARGEST_WAL = 8 * 1024 * 1024
 """Bytes to which SQLite cuts the -wal file when it begins it again: twice its usual size."""
 
-_BUSY_SECONDS = 5.0  # that a connection waits for another program's lock
-_FAULTS = {  # SQLite's words -> what has happened, whether a disk is full, and what to do
+_BUSY_SECONDS = 5.0  # how long a connection waits for another program's lock
+_FAULTS = {  # SQLite's message -> what happened, whether a disk is full, how to fix it
     "is full": ("the master's disk is full", True, "Free space on it; running trials continue in the meantime."),
     "is locked": ("another program has locked the master's store", False, "Close the program that has the store open."),
     "disk I/O error": ("the master's disk failed", False, "Check the system's log, and repair the disk."),
 }
-_READERS = 16  # connections that read at a time; SQLite caches up to 2 MiB of pages for each
+_READERS = 16  # concurrent read connections; SQLite caches up to 2 MiB of pages for each
 
 
 class Database:
-    """The file at ``path``, mode 0600. Reads see the last committed transaction."""
+    """The file at ``path``, mode 0600. Readers see the last committed transaction."""
 
     def __init__(self, path: Path) -> None:
-        # SQLite gives its -wal and -shm files the same mode
+        # SQLite creates its -wal and -shm files with the same mode
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         path.chmod(0o600)
         self._lock = threading.RLock()
@@ -262,7 +262,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction: all or nothing of the block is written. Not to be nested.
+        """Open a transaction: the block is written completely or not at all. Do not nest.
 
         Raises Unavailable if the disk is full or another program locks the file.
         """
@@ -272,13 +272,13 @@ class Database:
                 yield self._writer
                 self._writer.execute("COMMIT")
             except BaseException:
-                if self._writer.in_transaction:  # SQLite may have rolled it back
+                if self._writer.in_transaction:  # SQLite may already have rolled back
                     self._writer.execute("ROLLBACK")
                 raise
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise Unavailable for what SQLite reports of the disk or of other programs."""
+        """Raise Unavailable for SQLite errors that are caused by the disk or by other programs."""
         try:
             yield
         except sqlite3.OperationalError as error:
@@ -289,7 +289,7 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Open one consistent view for queries, without blocking others. Not to be nested."""
+        """Open a consistent view for queries without blocking others. Do not nest."""
         with self._readers, self._explained():
             try:
                 reader = self._idle.pop()
@@ -304,7 +304,7 @@ class Database:
                 self._idle.append(reader)
 
     def close(self) -> None:
-        """Close the file; nothing is lost without it."""
+        """Close the file; no data is lost if this is not called."""
         with self._lock:
             while self._idle:
                 self._idle.pop().close()
@@ -321,7 +321,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _require_schema(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise ConfigError for the store of another version, which is neither read nor changed."""
+    """Raise ConfigError for a store of another version; it is neither read nor changed."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version != SCHEMA_VERSION:
         raise ConfigError(
@@ -335,10 +335,10 @@ def _require_schema(connection: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open the file at ``path`` read-only, for one consistent view, while a master works or after
-    it has gone.
+    """Open the file at ``path`` read-only, with one consistent view, while a master runs or after
+    it has stopped.
 
-    Raises ConfigError if there is none, or another version wrote it.
+    Raises ConfigError if there is no file, or another version wrote it.
     """
     if not path.is_file():
         raise ConfigError(
@@ -358,20 +358,20 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
         raise ConfigError(f"not a master's store ({error})", where=str(path)) from error
 
 
-# -- values of columns
+# -- column values
 
 
-dumps = json.JSONEncoder(separators=(",", ":")).encode  # to JSON text without blanks
+dumps = json.JSONEncoder(separators=(",", ":")).encode  # JSON without blanks
 _read_json = json.JSONDecoder().raw_decode
 
 
 def loads(text: str | None) -> Any:
-    """Read the value of a JSON column, as `dumps` wrote it; None for NULL."""
+    """Parse a JSON column written by `dumps`; return None for NULL."""
     return None if text is None else _read_json(text)[0]
 
 
 def update(connection: sqlite3.Connection, table: str, key: str, value: Any, changes: Mapping[str, Any]) -> None:
-    """Set columns of one row. Table, key and columns are literals, never input."""
+    """Set columns of one row. Table, key and columns must be literals, never user input."""
     if not changes:
         return
     columns = ", ".join(f"{name} = ?" for name in changes)
@@ -379,7 +379,7 @@ def update(connection: sqlite3.Connection, table: str, key: str, value: Any, cha
 
 
 def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any], verb: str = "INSERT") -> int:
-    """Insert one row; returns its rowid."""
+    """Insert one row and return its rowid."""
     names = ", ".join(values)
     marks = ", ".join("?" for _ in values)
     cursor = connection.execute(f"{verb} INTO {table} ({names}) VALUES ({marks})", list(map(plain, values.values())))
@@ -387,12 +387,12 @@ def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any]
 
 
 def drop(connection: sqlite3.Connection, table: str, key: str, value: Any) -> None:
-    """Delete the rows that have this value. Table and key are literals, never input."""
+    """Delete the rows with this value. Table and key must be literals, never user input."""
     connection.execute(f"DELETE FROM {table} WHERE {key} = ?", (value,))
 
 
 def record(kind: Callable[..., T], row: sqlite3.Row, **more: Any) -> T:
-    """Make a record of the columns named as its fields, with their types; ``more`` wins."""
+    """Build a record from the columns named like its fields, with their types; ``more`` wins."""
     values = {name: read(row[place]) for name, place, read in _fields(kind, tuple(row.keys()))}
     values.update(more)
     return kind(**values)
@@ -400,13 +400,13 @@ def record(kind: Callable[..., T], row: sqlite3.Row, **more: Any) -> T:
 
 @cache
 def _fields(kind: Callable[..., Any], columns: tuple[str, ...]) -> tuple[tuple[str, int, Callable[[Any], Any]], ...]:
-    """Return the fields of a record that are columns, each with its place and reader."""
+    """Return the fields of a record that are columns, each with column index and converter."""
     hints = get_type_hints(kind)
     return tuple((name, columns.index(name), _reader(hint)) for name, hint in hints.items() if name in columns)
 
 
 def _reader(hint: Any) -> Callable[[Any], Any]:
-    """Return the function that makes a value of this type from the column's."""
+    """Return the function that converts a column's value to this type."""
     if hint is bool or (isinstance(hint, type) and issubclass(hint, Enum)):
         return hint
     if get_origin(hint) is tuple:
@@ -415,9 +415,9 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to what SQLite takes."""
+    """Convert a value to a type that SQLite supports."""
     if isinstance(value, (dict, list, tuple, Mapping)):
         return dumps(value)
     if isinstance(value, str):
-        return str(getattr(value, "value", value))  # of an enum its value
+        return str(getattr(value, "value", value))  # for an enum, its value
     return value

@@ -32,14 +32,14 @@ def add(connection: sqlite3.Connection, experiment: Experiment, context: bytes) 
 
 
 def get(connection: sqlite3.Connection, number: int, *, derived: bool = True) -> Experiment | None:
-    """Return one experiment; ``derived`` counts its trials and checkpoints too."""
+    """Return one experiment. ``derived``: also count its trials and checkpoints."""
     row = connection.execute("SELECT * FROM experiments WHERE id = ?", (number,)).fetchone()
     project = partial(user_rows.project, connection) if derived else None
     return None if row is None else _record(connection, row, project)
 
 
 def get_all(connection: sqlite3.Connection, numbers: Iterable[int]) -> list[Experiment]:
-    """Return the experiments of these numbers that are still there, as `get` does."""
+    """Return the experiments with these ids that still exist, as `get` does."""
     return [found for number in numbers if (found := get(connection, number)) is not None]
 
 
@@ -56,20 +56,20 @@ def state_of(connection: sqlite3.Connection, number: int) -> tuple[ExperimentSta
 
 
 def of_external_id(connection: sqlite3.Connection, external_id: str) -> int | None:
-    """Return the id of the unmanaged experiment of this name."""
+    """Return the id of the unmanaged experiment with this external id."""
     row = connection.execute("SELECT id FROM experiments WHERE external_id = ?", (external_id,)).fetchone()
     return None if row is None else int(row[0])
 
 
 def all_(connection: sqlite3.Connection, *, counted: bool = True) -> Iterator[Experiment]:
-    """Yield all experiments, oldest first; ``counted``: with their trials and checkpoints."""
+    """Yield all experiments, oldest first. ``counted``: also count trials and checkpoints."""
     project = cache(partial(user_rows.project, connection))
     for row in connection.execute("SELECT * FROM experiments ORDER BY id"):
         yield _record(connection, row, project, counted=counted)
 
 
 def in_states(connection: sqlite3.Connection, *states: ExperimentState) -> list[Experiment]:
-    """List the experiments in these states, oldest first, without what is derived."""
+    """List the experiments in these states, oldest first, without derived fields."""
     marks = ",".join("?" for _ in states)
     rows = connection.execute(
         f"SELECT * FROM experiments WHERE state IN ({marks}) ORDER BY id", [state.value for state in states]
@@ -78,7 +78,7 @@ def in_states(connection: sqlite3.Connection, *states: ExperimentState) -> list[
 
 
 def of_project(connection: sqlite3.Connection, project_id: int) -> list[int]:
-    """List the numbers of the experiments in a project."""
+    """List the ids of the experiments in a project."""
     return [
         row[0]
         for row in connection.execute("SELECT id FROM experiments WHERE project_id = ?", (project_id,)).fetchall()
@@ -97,18 +97,18 @@ def context(connection: sqlite3.Connection, number: int) -> bytes | None:
 
 
 def snapshot(connection: sqlite3.Connection, number: int) -> dict[str, Any]:
-    """Return the search as it was after its last event."""
+    """Return the snapshot of the search after its last event."""
     row = connection.execute("SELECT snapshot FROM experiments WHERE id = ?", (number,)).fetchone()
     return dict(loads(row[0])) if row else {}
 
 
 def to_collect(connection: sqlite3.Connection) -> list[int]:
-    """List the ended experiments to which their policy has not been applied yet."""
+    """List the ended experiments whose garbage collection policy is still to be applied."""
     return [row[0] for row in connection.execute("SELECT id FROM experiments WHERE collect = 1 ORDER BY id")]
 
 
 def erase(connection: sqlite3.Connection, number: int) -> None:
-    """Delete an experiment and all that belongs to it."""
+    """Delete an experiment and all rows that belong to it."""
     known = "SELECT id FROM trials WHERE experiment_id = ?"
     runs = f"FROM allocations WHERE trial_id IN ({known})"
     connection.execute(f"DELETE FROM tokens WHERE allocation_id IN (SELECT id {runs})", (number,))
@@ -121,7 +121,7 @@ def erase(connection: sqlite3.Connection, number: int) -> None:
 
 
 def best(connection: sqlite3.Connection, number: int, *, smaller_is_better: bool) -> tuple[int, float] | None:
-    """Return trial id and value of the best validation by the searcher's metric."""
+    """Return the trial id and value of the best validation by the searcher's metric."""
     order = "ASC" if smaller_is_better else "DESC"
     row = connection.execute(_BEST.format(order=order), (number,)).fetchone()
     return None if row is None else (row[0], row[1])
@@ -139,7 +139,7 @@ def _record(
     *,
     counted: bool = True,
 ) -> Experiment:
-    """Return an experiment; with what is derived if ``project`` is given, which finds a project."""
+    """Return an experiment. With ``project``, which looks up a project, include derived fields."""
     more: dict[str, Any] = {}
     if project is not None:
         more = {"project": project(row["project_id"]), "shown_state": _shown_state(connection, row)}
@@ -153,7 +153,7 @@ def _counts(connection: sqlite3.Connection, number: int, config: Mapping[str, An
     counts = connection.execute(
         "SELECT count(*), coalesce(sum(pruned), 0), min(id) FROM trials WHERE experiment_id = ?", (number,)
     ).fetchone()
-    # the only trial is the best one before it has reported the searcher's metric
+    # with a single trial, that trial is the best even before it has reported the searcher's metric
     single = (config.get("searcher") or {}).get("name") == "single"
     saved = connection.execute(
         "SELECT count(*), coalesce(sum(size), 0) FROM checkpoints WHERE experiment_id = ? AND state != 'DELETED'",
@@ -178,7 +178,7 @@ def _shown_state(connection: sqlite3.Connection, row: sqlite3.Row) -> str:
 
 
 def furthest(state: str, runs: Collection[str], *, unmanaged: bool) -> str:
-    """Refine an ACTIVE state by the states of its runs; an unmanaged one is RUNNING."""
+    """Refine the ACTIVE state by the states of its runs; unmanaged experiments are RUNNING."""
     if state != ExperimentState.ACTIVE.value:
         return state
     if unmanaged:

@@ -1,13 +1,13 @@
-"""Metrics in the store: reports, and their summary as a Determined master makes it (type, count,
-min, max, sum, mean, last value).
+"""Metrics in the store: reports, and their summary in the format of a Determined master (type,
+count, min, max, sum, mean, last value).
 
-A summary adds the reports of its group in the order of their arrival. It is stored without the
-newest few, which readers add. So a report costs little more than its own row, and a list of a
-thousand trials reads a thousand summaries.
+A summary covers the reports of its group in order of arrival. The stored summary may lag behind by
+a few reports; readers add the missing ones. Thus a report costs little more than its own row, and
+listing a thousand trials reads a thousand summaries.
 
-A value that is not a number (NaN) stays visible: min, max, sum and mean are NaN from then on.
-Values of two types make a metric a "string", without numbers; and the last value of a metric that
-the newest report does not have is null.
+NaN values stay visible: once a NaN is reported, min, max, sum and mean are NaN. A metric with
+values of two types becomes a "string" without statistics. If the newest report lacks a metric, the
+metric's last value is null.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _KINDS: tuple[tuple[type, str], ...] = (
     (list, "array"),
 )
 
-_KEPT_EVERY = 32  # reports of a group, after which its summary is stored
-_READ_AT_ONCE = 4096  # reports that one transaction adds to a summary, so that other writers do not wait
-_SENT_AT_ONCE, _SENT_BYTES = 100, 1 << 20  # reports and bytes of their text in a page
+_KEPT_EVERY = 32  # store the summary of a group after this many new reports
+_READ_AT_ONCE = 4096  # maximum reports to add to a summary per transaction, so that other writers need not wait
+_SENT_AT_ONCE, _SENT_BYTES = 100, 1 << 20  # maximum reports and bytes of text per page
 
 
 def extend(summary: dict[str, dict[str, Any]], *reports: Mapping[str, Any]) -> None:
@@ -74,7 +74,7 @@ def _count(entry: dict[str, Any], number: float) -> None:
     else:
         entry["count"] += 1
         entry["sum"] += number
-        if math.isfinite(number):  # comparisons keep a NaN and the infinities that are there
+        if math.isfinite(number):  # comparisons preserve existing NaN and infinities
             if number < entry["min"]:
                 entry["min"] = number
             if number > entry["max"]:
@@ -85,7 +85,7 @@ def _count(entry: dict[str, Any], number: float) -> None:
 
 
 def _extreme(choose: Any, one: float, other: float) -> float:
-    """Return the smaller or larger value as Go's math does, with infinities and NaN."""
+    """Return the smaller or larger value with the rules of Go's math for infinities and NaN."""
     end = choose(-math.inf, math.inf)
     if end in (one, other):
         return float(end)
@@ -100,7 +100,7 @@ _ADD = """
 
 
 def add(connection: sqlite3.Connection, report: MetricReport, searcher_metric: float | None = None) -> None:
-    """Insert a report. ``searcher_metric`` is the number that the search uses, of a validation."""
+    """Insert a report. ``searcher_metric``: for a validation, the value that the search uses."""
     batch = None if report.batch_metrics is None else dumps(report.batch_metrics)
     place = report.trial_id, report.run_id, report.group, report.steps_completed
     connection.execute(_ADD, (*place, dumps(report.metrics), batch, report.reported, searcher_metric))
@@ -125,7 +125,7 @@ _SINCE = """
 
 
 def _keep(connection: sqlite3.Connection, trial_id: int, group: str) -> None:
-    """Store a group's summary with its next reports; called again until it is complete."""
+    """Add the next new reports to a group's stored summary. Call it again until complete."""
     found = connection.execute(
         "SELECT newest, summary FROM summaries WHERE trial_id = ? AND grp = ?", (trial_id, group)
     )
@@ -139,26 +139,26 @@ def _keep(connection: sqlite3.Connection, trial_id: int, group: str) -> None:
 
 
 def keep_summary(connection: sqlite3.Connection, trial_id: int) -> None:
-    """Store the summary of each group of a trial with its newest reports."""
+    """Update the stored summary of each group of a trial with the newest reports."""
     for row in connection.execute("SELECT grp FROM summaries WHERE trial_id = ?", (trial_id,)).fetchall():
         _keep(connection, trial_id, row["grp"])
 
 
 def _summarize_again(connection: sqlite3.Connection, trial_id: int) -> None:
-    """Begin the summary of a trial again, because reports in it were hidden."""
+    """Recompute the summary of a trial from scratch, because some of its reports were archived."""
     connection.execute("UPDATE summaries SET newest = 0, summary = '{}' WHERE trial_id = ?", (trial_id,))
     keep_summary(connection, trial_id)
 
 
 def number_of(metrics: Mapping[str, Any], name: str) -> float | None:
-    """Return a metric as a number that can be compared; None if it is not one, or NaN."""
+    """Return a metric as a comparable number; None if it is not a number, or NaN."""
     number = as_number(metrics.get(name))
     return None if number is None or math.isnan(number) else number
 
 
 def known(connection: sqlite3.Connection, report: MetricReport) -> bool:
-    """Return whether this report is there: a client that missed the answer repeats it."""
-    row = connection.execute(  # archived or not: both are named for the index, in which steps come after it
+    """Return whether a report is stored already: clients repeat it if they missed the response."""
+    row = connection.execute(  # match archived or not: the index needs both values, because steps follow in it
         "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND grp = ? "
         "AND archived IN (0, 1) AND steps IS ? AND metrics = ? LIMIT 1",
         (report.trial_id, report.run_id, report.group, report.steps_completed, dumps(report.metrics)),
@@ -167,7 +167,7 @@ def known(connection: sqlite3.Connection, report: MetricReport) -> bool:
 
 
 def archive_after(connection: sqlite3.Connection, trial_id: int, steps: int) -> None:
-    """Hide the reports after the step from which the trial starts again."""
+    """Archive the reports after the step from which the trial restarts."""
     hidden = connection.execute(
         "UPDATE metrics SET archived = 1 WHERE trial_id = ?1 AND steps > ?2 AND archived = 0 "
         "AND grp IN (SELECT grp FROM summaries WHERE trial_id = ?1)",  # for the index
@@ -178,7 +178,7 @@ def archive_after(connection: sqlite3.Connection, trial_id: int, steps: int) -> 
 
 
 def archive_repeated(connection: sqlite3.Connection, report: MetricReport) -> None:
-    """Hide what earlier runs reported at this step in its group, and later in all groups."""
+    """Archive earlier runs' reports at this step in this group, and at later steps."""
     hidden = connection.execute(
         "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND run_id < ? AND archived = 0 "
         "AND (steps > ? OR (steps = ? AND grp = ?))",
@@ -195,10 +195,10 @@ Opener: TypeAlias = "Callable[[], AbstractContextManager[sqlite3.Connection]]"
 def of_trial(
     opened: Opener, trial_id: int, group: str | None = None, *, batch_metrics: bool = False
 ) -> Iterator[MetricReport]:
-    """Yield the reports that are not archived, by steps, then as they came.
+    """Yield the reports that are not archived, ordered by steps, then by arrival.
 
-    Each page of them is read in a view of its own, so that reports which are sent to a slow client
-    keep neither memory nor the -wal file: at most 100 reports and, but for its last one, 1 MiB.
+    Each page is read in its own view of the store, so that a slow client holds neither memory nor
+    the -wal file. A page has at most 100 reports and, except for its last report, 1 MiB.
     """
     groups = [group]
     if group is None:
@@ -236,16 +236,16 @@ def _of_group(opened: Opener, trial_id: int, group: str | None, batch_metrics: b
 
 
 def count(connection: sqlite3.Connection, trial_id: int, group: str) -> int:
-    """Count the reports of a group that are not archived."""
+    """Return the number of reports of a group that are not archived."""
     found = "SELECT count(*) FROM metrics WHERE trial_id = ? AND grp = ? AND archived = 0"
     return int(connection.execute(found, (trial_id, group)).fetchone()[0])
 
 
 def latest_validations(connection: sqlite3.Connection, which: str, value: int) -> dict[int, MetricReport]:
-    """Return of each trial the validation with the most steps.
+    """Return the validation with the most steps of each trial.
 
     Args:
-        which: the trials in SQL, after the column of their ids, with one parameter: ``value``.
+        which: SQL condition for the trials, after the id column, with one parameter: ``value``.
     """
     rows = _first_of_each(connection, which, value, "grp = 'validation'", "steps DESC, id DESC")
     return {row["trial_id"]: _record(row, False) for row in rows}
@@ -254,8 +254,8 @@ def latest_validations(connection: sqlite3.Connection, which: str, value: int) -
 def best_validations(
     connection: sqlite3.Connection, which: str, value: int, *, smaller_is_better: bool
 ) -> dict[int, tuple[MetricReport, float]]:
-    """Return of each trial the best validation by the searcher's metric, with that number; the
-    arguments are those of `latest_validations`."""
+    """Return each trial's best validation by the searcher's metric, with the metric's value.
+    Arguments as for `latest_validations`."""
     order = "ASC" if smaller_is_better else "DESC"
     rows = _first_of_each(connection, which, value, "searcher_metric IS NOT NULL", f"searcher_metric {order}, id")
     return {row["trial_id"]: (_record(row, False), row["searcher_metric"]) for row in rows}
@@ -264,7 +264,7 @@ def best_validations(
 def _first_of_each(
     connection: sqlite3.Connection, which: str, value: int, condition: str, order: str
 ) -> list[sqlite3.Row]:
-    """Return the first report of each trial in an order that an index has."""
+    """Return the first report of each trial in ``order``, which must match an index."""
     first = f"SELECT id FROM metrics WHERE trial_id = t.id AND archived = 0 AND {condition} ORDER BY {order} LIMIT 1"
     query = f"SELECT {_COLUMNS}, m.searcher_metric FROM trials t JOIN metrics m ON m.id = ({first}) WHERE t.id {which}"
     return connection.execute(query, (value,)).fetchall()
@@ -273,11 +273,11 @@ def _first_of_each(
 def validations_at_checkpoints(
     connection: sqlite3.Connection, which: str, value: object
 ) -> dict[tuple[int, int], tuple[Any, float | None]]:
-    """Return the validations at the steps of checkpoints: (trial, steps) -> metrics, and the
-    searcher's among them.
+    """Return the validations at the steps of checkpoints: (trial, steps) -> (metrics, searcher's
+    metric).
 
     Args:
-        which: the checkpoints ``c`` in SQL, with one parameter: ``value``.
+        which: SQL condition on the checkpoints ``c``, with one parameter: ``value``.
     """
     rows = connection.execute(
         "SELECT m.trial_id, m.steps, m.metrics, m.searcher_metric FROM checkpoints c JOIN metrics m "
@@ -289,7 +289,7 @@ def validations_at_checkpoints(
 
 
 def summary(connection: sqlite3.Connection, trial_id: int) -> dict[str, Any]:
-    """Return the summary of each metric of each group, see `extend`."""
+    """Return the summary of each metric of each group; see `extend`."""
     found: dict[str, Any] = {}
     rows = connection.execute("SELECT grp, newest, summary FROM summaries WHERE trial_id = ?", (trial_id,))
     for row in rows.fetchall():
@@ -300,7 +300,7 @@ def summary(connection: sqlite3.Connection, trial_id: int) -> dict[str, Any]:
 
 
 def names(connection: sqlite3.Connection, experiment_id: int) -> list[tuple[str, str]]:
-    """List group and name of every metric that is a number in some trial of an experiment."""
+    """List (group, name) of every metric that is a number in any trial of an experiment."""
     rows = connection.execute(
         "SELECT s.grp, s.summary FROM summaries s JOIN trials t ON t.id = s.trial_id WHERE t.experiment_id = ? ORDER BY t.id",
         (experiment_id,),

@@ -25,7 +25,7 @@ def add(connection: sqlite3.Connection, trial: Trial) -> int:
 
 
 def get(connection: sqlite3.Connection, number: int, *, derived: bool = False, summary: bool = True) -> Trial | None:
-    """Return one trial; ``derived``: with validations, checkpoints and (if wanted) summary."""
+    """Return one trial. ``derived``: with validations, checkpoints and (by default) summary."""
     row = connection.execute("SELECT * FROM trials WHERE id = ?", (number,)).fetchone()
     if row is None or not derived:
         return None if row is None else record(Trial, row)
@@ -34,12 +34,12 @@ def get(connection: sqlite3.Connection, number: int, *, derived: bool = False, s
 
 
 def of_task(connection: sqlite3.Connection, task_id: str) -> Trial | None:
-    """Return the trial that a task runs."""
+    """Return the trial of a task."""
     return _one(connection, "task_id = ?1 OR id IN (SELECT trial_id FROM allocations WHERE task_id = ?1)", task_id)
 
 
 def task_ids(connection: sqlite3.Connection, trial: Trial) -> tuple[str, ...]:
-    """Return the tasks of a trial, oldest first: those that had runs, and the present one."""
+    """Return the tasks of a trial, oldest first: tasks that had runs, and the current task."""
     rows = connection.execute("SELECT task_id FROM allocations WHERE trial_id = ? ORDER BY run_id", (trial.id,))
     return tuple(dict.fromkeys([*(row[0] for row in rows), trial.task_id]))
 
@@ -50,22 +50,22 @@ def run_of_trial(connection: sqlite3.Connection, trial_id: int, run_id: int) -> 
 
 
 def of_request(connection: sqlite3.Connection, experiment_id: int, request_id: str) -> Trial | None:
-    """Return the trial with this request id of the searcher."""
+    """Return the trial with this request id from the searcher."""
     return _one(connection, "experiment_id = ? AND request_id = ?", experiment_id, request_id)
 
 
 def of_external_id(connection: sqlite3.Connection, experiment_id: int, external_id: str) -> Trial | None:
-    """Return the unmanaged trial of this name."""
+    """Return the unmanaged trial with this external id."""
     return _one(connection, "experiment_id = ? AND external_id = ?", experiment_id, external_id)
 
 
 def silent(connection: sqlite3.Connection, since: float) -> list[Trial]:
-    """List the unmanaged trials that are active and have sent nothing after ``since``."""
+    """List the active unmanaged trials that have sent nothing since ``since``."""
     return _listed(connection, "last_activity IS NOT NULL AND last_activity < ? AND state = 'ACTIVE'", since)
 
 
 def of_experiment(connection: sqlite3.Connection, experiment_id: int, *, derived: bool = False) -> list[Trial]:
-    """List all trials, oldest first; ``derived`` as for one, without the summary."""
+    """List all trials, oldest first. ``derived``: as in `get`, but without the summary."""
     if not derived:
         return _listed(connection, "experiment_id = ? ORDER BY id", experiment_id)
     rows = connection.execute("SELECT * FROM trials WHERE experiment_id = ? ORDER BY id", (experiment_id,)).fetchall()
@@ -80,7 +80,7 @@ def live(connection: sqlite3.Connection, experiment_id: int) -> list[Trial]:
 
 
 def progress_of_live(connection: sqlite3.Connection, experiment_id: int) -> dict[str, float]:
-    """Return how far the trials are that have not ended, by their request ids."""
+    """Return the progress of the trials that have not ended, by request id."""
     rows = connection.execute(
         f"SELECT request_id, coalesce(progress, 0.0) FROM trials WHERE experiment_id = ? AND {_LIVE} ORDER BY id",
         (experiment_id,),
@@ -94,13 +94,13 @@ def change(connection: sqlite3.Connection, number: int, **columns: Any) -> None:
 
 
 def early_exit(connection: sqlite3.Connection, number: int) -> str:
-    """Return why the trial has announced its end; "" if it has not."""
+    """Return the reason for the early exit that the trial reported; "" if it reported none."""
     row = connection.execute("SELECT early_exit FROM trials WHERE id = ?", (number,)).fetchone()
     return str(row[0]) if row else ""
 
 
 def reached(connection: sqlite3.Connection, number: int) -> tuple[int, int, bool] | None:
-    """Return the newest run of a trial, its steps completed, and whether it is unmanaged."""
+    """Return a trial's newest run id, its steps completed, and whether it is unmanaged."""
     row = connection.execute(
         "SELECT run_id, steps_completed, last_activity IS NOT NULL FROM trials WHERE id = ?", (number,)
     ).fetchone()
@@ -108,7 +108,7 @@ def reached(connection: sqlite3.Connection, number: int) -> tuple[int, int, bool
 
 
 def metadata(connection: sqlite3.Connection, number: int) -> dict[str, Any]:
-    """Return what a trial has set with ``train.set_metadata``. Raises NotFound."""
+    """Return the metadata that a trial set with ``train.set_metadata``. Raises NotFound."""
     row = connection.execute("SELECT metadata FROM trials WHERE id = ?", (number,)).fetchone()
     return dict(loads(existing(row, f"trial {number}")[0]))
 
@@ -130,14 +130,14 @@ def newest_allocation(connection: sqlite3.Connection, trial_id: int) -> Allocati
 
 
 def allocations(connection: sqlite3.Connection, *, trial_id: int | None = None) -> list[Allocation]:
-    """List all runs of a trial; without one, all allocations that have not ended, oldest first."""
+    """List all runs of a trial; by default, all allocations that have not ended, oldest first."""
     if trial_id is None:
         return _allocations(connection, "state != 'TERMINATED' ORDER BY created, rowid")
     return _allocations(connection, "trial_id = ? ORDER BY run_id", trial_id)
 
 
 def overdue(connection: sqlite3.Connection, now: float) -> list[Allocation]:
-    """List the allocations that should have ended by now."""
+    """List the allocations that are past their deadline."""
     return _allocations(connection, "state != 'TERMINATED' AND deadline <= ? ORDER BY created, rowid", now)
 
 
@@ -153,7 +153,7 @@ def change_allocation(connection: sqlite3.Connection, name: str, **columns: Any)
 
 
 def add_log_match(connection: sqlite3.Connection, task_id: str, match: LogMatch) -> bool:
-    """Insert the first match of a policy in a task; return False if there was one before."""
+    """Insert the first match of a policy in a task; return False if there was one already."""
     policy = match.policy
     values = (task_id, policy.pattern, policy.action, policy.name, match.line)
     return connection.execute("INSERT OR IGNORE INTO log_matches VALUES (?, ?, ?, ?, ?)", values).rowcount == 1
@@ -166,7 +166,7 @@ def log_matches(connection: sqlite3.Connection, task_id: str) -> list[LogMatch]:
 
 
 def excluded_tasks(connection: sqlite3.Connection) -> set[str]:
-    """Return the tasks that a log policy excludes from this machine."""
+    """Return the tasks that a log policy excluded from this machine."""
     rows = connection.execute("SELECT task_id FROM log_matches WHERE action = ?", (EXCLUDE_NODE,))
     return {row[0] for row in rows}
 
@@ -176,7 +176,7 @@ def _smaller(connection: sqlite3.Connection, experiment_id: int) -> bool:
 
 
 def _listed(connection: sqlite3.Connection, which: str, *values: object) -> list[Trial]:
-    """List trials without what is derived. ``which``: what follows WHERE."""
+    """List trials without derived fields. ``which``: the SQL after WHERE."""
     return [record(Trial, row) for row in connection.execute(f"SELECT * FROM trials WHERE {which}", values).fetchall()]
 
 
@@ -187,10 +187,10 @@ def _one(connection: sqlite3.Connection, which: str, *values: object) -> Trial |
 def _derived(
     connection: sqlite3.Connection, rows: Sequence[sqlite3.Row], smaller: bool, which: str, value: int
 ) -> list[dict[str, Any]]:
-    """Return for each row what other tables say of its trial, but the summary.
+    """Return each row's fields that are derived from other tables, except the summary.
 
     Args:
-        which: the trials of ``rows`` in SQL, after ``trial_id``, with one parameter: ``value``.
+        which: SQL condition for the trials of ``rows``, after ``trial_id``; parameter: ``value``.
     """
     best = metric_rows.best_validations(connection, which, value, smaller_is_better=smaller)
     newest = metric_rows.latest_validations(connection, which, value)
@@ -231,6 +231,6 @@ def _derived(
 
 
 def _allocations(connection: sqlite3.Connection, which: str, *values: object) -> list[Allocation]:
-    """List allocations. ``which``: what follows WHERE."""
+    """List allocations. ``which``: the SQL after WHERE."""
     rows = connection.execute(f"SELECT * FROM allocations WHERE {which}", values).fetchall()
     return [record(Allocation, row) for row in rows]

@@ -1,5 +1,5 @@
-"""What users own: their accounts and tokens, workspaces and the projects in them, and templates;
-also the slots that an administrator has disabled."""
+"""User-owned rows: accounts and tokens, workspaces and their projects, and templates; also the
+slots that an administrator has disabled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_trial.master.store.database import insert, record, update
 
 
 def user(connection: sqlite3.Connection, who: str | int) -> User | None:
-    """Return a user by name or by id."""
+    """Return a user by name or id."""
     column = "id" if isinstance(who, int) else "name"
     row = connection.execute(f"SELECT * FROM users WHERE {column} = ?", (who,)).fetchone()
     return None if row is None else record(User, row)
@@ -32,7 +32,7 @@ def add_user(connection: sqlite3.Connection, account: User) -> int:
 
 
 def change_user(connection: sqlite3.Connection, number: int, **columns: Any) -> None:
-    """Set columns. A new name is written to everything the user owns by name, too."""
+    """Set columns. A new name also replaces the owner name of everything that the user owns."""
     if "name" in columns:
         for table in ("experiments", "workspaces", "projects"):
             connection.execute(
@@ -50,12 +50,12 @@ def add_token(
     allocation_id: str | None = None,
     expires: float | None = None,
 ) -> None:
-    """Insert a token of a user or of an allocation, exactly one of the two."""
+    """Insert a token of exactly one owner: a user or an allocation."""
     connection.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?)", (digest, user_id, allocation_id, expires))
 
 
 def token(connection: sqlite3.Connection, digest: str, now: float) -> User | str | None:
-    """Return the user or allocation id of a token; None if it is unknown or has expired."""
+    """Return the user or allocation id of a token; None if the token is unknown or has expired."""
     row = connection.execute(
         "SELECT u.*, t.allocation_id FROM tokens t LEFT JOIN users u ON u.id = t.user_id "
         "WHERE t.digest = ? AND (t.expires IS NULL OR t.expires > ?)",
@@ -68,12 +68,12 @@ def token(connection: sqlite3.Connection, digest: str, now: float) -> User | str
 
 
 def disabled_slots(connection: sqlite3.Connection) -> dict[int, bool]:
-    """Return the slots that are not assigned, and of each whether it drains."""
+    """Return the disabled slots, and whether each of them is draining."""
     return {row[0]: bool(row[1]) for row in connection.execute("SELECT number, draining FROM disabled_slots")}
 
 
 def enable_slot(connection: sqlite3.Connection, number: int, enabled: bool, *, draining: bool = False) -> None:
-    """Let a slot be assigned, or no longer."""
+    """Enable or disable a slot for assignment."""
     if enabled:
         connection.execute("DELETE FROM disabled_slots WHERE number = ?", (number,))
     else:
@@ -96,7 +96,7 @@ _PROJECTS = """
 
 
 def workspace(connection: sqlite3.Connection, number: int, *, counted: bool = False) -> Workspace | None:
-    """Return one workspace; ``counted``: with the number of its projects and experiments."""
+    """Return one workspace. ``counted``: with the number of its projects and experiments."""
     row = connection.execute("SELECT * FROM workspaces WHERE id = ?", (number,)).fetchone()
     return None if row is None else _workspace(connection, row, counted=counted)
 
@@ -108,7 +108,7 @@ def workspaces(connection: sqlite3.Connection, *, counted: bool = False) -> list
 
 
 def project(connection: sqlite3.Connection, number: int, *, counted: bool = False) -> Project | None:
-    """Return one project; ``counted``: with the number of its experiments."""
+    """Return one project. ``counted``: with the number of its experiments."""
     row = connection.execute(f"{_PROJECTS if counted else _PLACES} WHERE p.id = ?", (number,)).fetchone()
     return None if row is None else _project(row)
 
@@ -116,13 +116,13 @@ def project(connection: sqlite3.Connection, number: int, *, counted: bool = Fals
 def projects(
     connection: sqlite3.Connection, workspace_id: int | None = None, *, counted: bool = False
 ) -> list[Project]:
-    """List the projects of a workspace, or all, oldest first."""
+    """List the projects of a workspace, or all projects, oldest first."""
     found = f"{_PROJECTS if counted else _PLACES} WHERE ?1 IS NULL OR p.workspace_id = ?1 ORDER BY p.id"
     return [_project(row) for row in connection.execute(found, (workspace_id,)).fetchall()]
 
 
 def workspaces_of_projects(connection: sqlite3.Connection) -> dict[int, int]:
-    """Return the workspace of each project, by their numbers."""
+    """Return the workspace id of each project id."""
     return dict(connection.execute("SELECT id, workspace_id FROM projects").fetchall())
 
 

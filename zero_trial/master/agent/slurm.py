@@ -223,12 +223,12 @@ def _options_in(word: str) -> list[str]:
 
 
 def script(job: ClusterJob) -> str:
-    """Return the batch script of a job. The experiment's ``slurm.sbatch_args`` come last.
+    """Return the batch script of a job. The experiment's ``slurm.sbatch_args`` are appended.
 
     The batch step runs on the first node, and starts the trial on every node as a step. If a node's
     part ends without recording its exit, the step ends, so that other nodes do not wait for it.
     Each node changes from the submit folder to /: Python would search the submit folder for
-    modules, and on NFS a node that has just come back may not see it.
+    modules, and on NFS a node that has just rejoined may not see it.
     """
     own = arguments_of(job.options)
     options = [

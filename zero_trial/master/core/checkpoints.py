@@ -288,7 +288,7 @@ def _required_base(checkpoint: Checkpoint) -> Path:
 
 
 def needed(connection: sqlite3.Connection) -> set[str]:
-    """Return the registered checkpoints and those that unfinished experiments start from."""
+    """Return registered checkpoints and the source checkpoints of unfinished experiments."""
     kept = {each.uuid for each in checkpoint_rows.registered(connection)}
     return kept | checkpoint_rows.sources_in_use(connection).keys()
 

@@ -31,14 +31,14 @@ from zero_trial.master.search.pruning import ds_config_file
 
 MAX_BYTES = (
     128 * 1024 * 1024 // 8 * 6 - 1024 * 1024
-)  # of all contents: what Determined's own client sends at most (95 MiB)
+)  # total bytes of contents: the maximum that Determined's own client sends (95 MiB)
 MAX_FILES = 20_000
 _MAX_PATH = 1024  # bytes of a path
 _MAX_PART = 255  # bytes of one path component, the limit of common file systems
 
 _HOOK = "startup-hook.sh"
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
-_LARGEST_CONFIG = 4 << 20  # bytes of a file that may hold a ds_config
+_LARGEST_CONFIG = 4 << 20  # maximum bytes of a file that may contain a ds_config
 _LARGEST_SOURCES = 2 << 20  # bytes of Python source that are checked before an experiment starts
 _IMPORTS_DEEPSPEED = re.compile(rb"^(import|from) deepspeed\b", re.MULTILINE)
 _OURS = frozenset({"zero_trial.run", AS_DETERMINED})

@@ -8,12 +8,15 @@ A trial has at most one run at a time::
 
 The result of an exit depends on what was requested before it::
 
-    stopping                    the requested final state killed by the master or from outside
-    (overdue, the master or the machine shuts down) as if the trial had saved: it continues from its
-    last checkpoint, and no restart is counted exit 0, early exit          COMPLETED for invalid
-    hyperparameters, else ERROR exit 0, not acknowledged    COMPLETED exit 0, acknowledged
-    paused: stays paused; active: queued again exit != 0                   restart while restarts <=
-    max_restarts and no log policy forbids it, else ERROR
+    stopping                    the requested final state
+    killed by the master or from outside (overdue, the master or the machine shuts down)
+                                as if the trial had saved: it continues from its last checkpoint,
+                                and no restart is counted
+    exit 0, early exit          COMPLETED for invalid hyperparameters, else ERROR
+    exit 0, not acknowledged    COMPLETED
+    exit 0, acknowledged        paused: stays paused; active: queued again
+    exit != 0                   restart while restarts <= max_restarts and no log policy forbids it,
+                                else ERROR
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def listen(
         host: the address of this machine for clients; by default only this machine can connect.
         port: 0 selects a free port.
         threads: the maximum number of concurrent requests.
-        more: routes in addition to those of Determined.
+        more: additional routes, not part of Determined's API.
     """
     server = HttpServer(host=host, port=port, threads=threads)
     router, waits = Router([*all_routes(), *more]), max(1, threads * 3 // 4)

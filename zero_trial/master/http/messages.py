@@ -185,7 +185,7 @@ class Request:
         return list(self.query.get(name, ()))
 
     def passes(self, name: str, value: str) -> bool:
-        """Return whether a value is among those of a field, or the field is missing."""
+        """Return whether a query field contains this value, or is missing."""
         return name not in self.query or value in self.query[name]
 
     def passes_switch(self, name: str, value: bool) -> bool:

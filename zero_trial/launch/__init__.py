@@ -1,1 +1,1 @@
-"""Starting ranks on one host or several, and ending all of them together. Imports no torch."""
+"""Start ranks on one or several hosts, and end all of them together. Does not import torch."""

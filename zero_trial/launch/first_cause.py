@@ -1,4 +1,4 @@
-"""The cause of a failed run among all that its ranks leave behind: errors, exit codes, silence."""
+"""Find the cause of a failed run in the records of its ranks: errors, exit codes, or nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from zero_trial.errors import ExitStatus
 from zero_trial.trial.runs.run_layout import ErrorRecord
 
-# How gloo, NCCL, TCPStore and our own communication say that another rank has gone.
+# Messages of gloo, NCCL, TCPStore and our own communication about a lost peer.
 _SECONDARY = re.compile(
     r"connection (was )?(closed|reset|refused)|reset by peer|broken pipe|socket (timeout|closed)|connectFullMesh failed"
     r"|remote process has exited|another rank ended|peer (rank )?.*(gone|left|closed|exited)"
@@ -23,7 +23,7 @@ _SECONDARY = re.compile(
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank failed; a negative code is a signal. ``stopped``: by its launcher."""
+    """The exit of a failed rank; a negative code is a signal. ``stopped``: by the launcher."""
 
     rank: int
     code: int
@@ -32,13 +32,13 @@ class RankExit:
 
 @dataclass(frozen=True)
 class Cause:
-    """What ended the run.
+    """The cause of a run's end.
 
     Attributes:
-        rank: None when no rank is to blame.
-        message: what the user reads.
-        exit_code: of the command.
-        echo: the rank failed because another one did; the cause itself is not known here.
+        rank: None if no rank caused the failure.
+        message: the text for the user.
+        exit_code: the exit code of the command.
+        echo: the rank failed because another rank failed; the root cause is unknown on this host.
         killed: the process ended by SIGKILL.
     """
 
@@ -50,25 +50,25 @@ class Cause:
 
     @property
     def headline(self) -> str:
-        """The message with the rank in front, unless it begins with a rank."""
+        """Return the message, prefixed with the rank unless it already begins with a rank."""
         named = self.rank is None or self.message.startswith("rank ")
         return self.message if named else f"rank {self.rank}: {self.message}"
 
 
 def is_secondary(error: ErrorRecord) -> bool:
-    """Return whether the error only says that another rank has gone."""
+    """Return whether the error only reports a lost peer."""
     return error.type == "MeshError" or bool(_SECONDARY.search(error.message))
 
 
 def first_cause(errors: Sequence[ErrorRecord], exits: Sequence[RankExit]) -> Cause | None:
-    """Return the cause of a failed run, or None when nothing is known.
+    """Return the cause of a failed run, or None if it is unknown.
 
-    When one rank dies, the others fail too: their connections to it break. In this order: the
-    earliest error that does not only say so, a rank that died without an error and was not stopped
-    by the launcher (of anything but SIGTERM first), the earliest error that does, any other end.
+    When a rank dies, the others also fail because their connections to it break. Preference: the
+    earliest error that is not about a lost peer; a rank that died without an error and was not
+    stopped by the launcher (SIGTERM last); the earliest error about a lost peer; any other exit.
 
     Args:
-        exits: in the order in which they were seen.
+        exits: in the order of detection.
     """
     by_time = sorted(errors, key=lambda error: error.time)
     primary = next((error for error in by_time if not is_secondary(error)), None)
@@ -85,7 +85,7 @@ def first_cause(errors: Sequence[ErrorRecord], exits: Sequence[RankExit]) -> Cau
 
 
 def _from_error(error: ErrorRecord) -> Cause:
-    # An exit code outside 1..255 cannot be passed on; 1 is then what remains of it.
+    # An exit code outside 1..255 cannot be passed on; use 1 instead.
     return Cause(error.rank, error.message, error.exit_code if 0 < error.exit_code < 256 else 1)
 
 
@@ -95,7 +95,7 @@ def _from_exit(end: RankExit) -> Cause:
 
 
 def how_it_ended(code: int) -> str:
-    """Describe a process's end, with the usual reason where there is one."""
+    """Describe the exit of a process, with the usual reason if there is one."""
     if code >= 0:
         return f"the process ended with exit code {code} without an error message"
     try:
@@ -113,10 +113,10 @@ def how_it_ended(code: int) -> str:
 
 
 def launcher_line(failures: Mapping[int, Any]) -> str:
-    """Return the line in which torch.distributed.run says which rank failed first, and how.
+    """Return the line in which torch.distributed.run reports the first failed rank and the failure.
 
-    An error that a rank has printed itself is not repeated, unless several have one: then the
-    first of them is not marked.
+    Does not repeat an error that a rank has printed itself, unless several ranks have errors: then
+    the output does not show which was first.
 
     Args:
         failures: torch's ProcessFailure of each rank that failed; not empty.
@@ -124,7 +124,7 @@ def launcher_line(failures: Mapping[int, Any]) -> str:
     exits, errors, printed = [], [], set()
     for rank, failure in sorted(failures.items(), key=lambda one: (one[1].timestamp, one[0])):
         code = failure.exitcode
-        # A parent passes a signal on as 128 + n, or (``sys.exit(-n)``) as 256 - n.
+        # A parent reports a child's signal n as 128 + n, or (``sys.exit(-n)``) as 256 - n.
         number = next((n for n in (-code, 256 - code, code - 128) if 0 < n < 32), 0)
         exits.append(RankExit(rank, -number or code, stopped=number == signal.SIGTERM))
         if isinstance(failure.message, dict):  # else torch's own text about the signal

@@ -1,10 +1,10 @@
-"""The guard: the first code of every rank, which ties it to its supervisor and records its error.
+"""The guard: runs first in every rank, ties the rank to its supervisor, and records its error.
 
     python -m zero_trial.launch.guard --parent PID --run-dir DIR [--cwd DIR] [--inject-local-rank]
     (-m MODULE | --exec PROGRAM | SCRIPT) arguments
 
-An error goes to ``<run>/errors/rank-<r>.json``. The guard runs the code in its own process, so
-there is nothing between the supervisor and the rank.
+Errors are written to ``<run>/errors/rank-<r>.json``. The guard runs the code in its own process, so
+there is no extra process between supervisor and rank.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 class WaitEvents(logging.Handler):
-    """Adds to the run's events what this rank reports about ranks that wait for each other: any
-    rank may be the one that reports, and the console shows the log of at most one."""
+    """Adds this rank's reports about waiting ranks to the run's events: any rank can be the one
+    that reports, but the console shows the log of at most one rank."""
 
     def __init__(self, events: Path, rank: int) -> None:
         super().__init__(logging.WARNING)
@@ -64,7 +64,7 @@ class WaitEvents(logging.Handler):
         self._rank = rank
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Add one event; the message is in the rank's log, whether this can be written or not."""
+        """Add one event (best effort: the message is also in the rank's log)."""
         event = {"time": record.created, "kind": "note", "message": record.getMessage(), "rank": self._rank}
         with contextlib.suppress(StorageError):
             append_line(self._events, event)
@@ -85,7 +85,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _run_rank(run_dir: Path, rank: int, options: argparse.Namespace) -> int:
-    """Run the code; turn its end into an exit code and, for a failure, an error record."""
+    """Run the code; return its exit code, and write an error record if it fails."""
     try:
         return _run_code(options)
     except ZeroTrialError as error:
@@ -114,7 +114,7 @@ _HINTS = {
 
 
 def _hint(error: Exception, text: str) -> str:
-    """Return what to do about an error that torch or Python raises in scripts; "" if unknown."""
+    """Return the fix for a common error of torch or Python in scripts; "" if unknown."""
     if isinstance(error, ImportError) and "deepspeed" in text.lower() and not os.environ.get("ZERO_TRIAL_AS_DEEPSPEED"):
         return ". With zero-trial launch --as-deepspeed, import deepspeed means zero_trial."
     if isinstance(error, ModuleNotFoundError) and "is not a package" in text:
@@ -142,7 +142,7 @@ def _run_code(options: argparse.Namespace) -> int:
         else:
             sys.path.insert(0, str(Path(options.target).resolve().parent))
             runpy.run_path(options.target, run_name="__main__")
-    except SystemExit as ending:  # by Python's own rule
+    except SystemExit as ending:  # as Python itself does
         if isinstance(ending.code, int | None):
             return ending.code or 0
         sys.stderr.write(f"{ending.code}\n")

@@ -1,5 +1,5 @@
-"""The hosts of a run: how many ranks each starts and where they meet, from what the command line, a
-hostfile or SLURM say; and this host's cores, GPUs, network interface and names. No torch."""
+"""The hosts of a run: the ranks per host and the rendezvous, from the command line, a hostfile or
+SLURM; and this host's cores, GPUs, network interface and names. Does not import torch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Slots = dict[str, list[int]]
 
 @dataclass(frozen=True)
 class RendezvousSpec:
-    """Where the hosts of a run meet.
+    """The rendezvous of a run's hosts.
 
-    ``hosts`` is a number, or for an elastic run ``least:most``. ``endpoint`` (host:port) leaves the
-    order of hosts to torch's c10d rendezvous; without it, host ``node_rank`` meets the others at
-    ``master_addr``:``master_port``. One host needs neither: it picks a free port.
+    ``hosts`` is a number, or for an elastic run ``least:most``. With ``endpoint`` (host:port),
+    torch's c10d rendezvous chooses the order of hosts; without it, host ``node_rank`` meets the
+    others at ``master_addr``:``master_port``. A single host needs neither and picks a free port.
     """
 
     hosts: str = "1"
@@ -41,23 +41,23 @@ class RendezvousSpec:
 
     @property
     def single(self) -> bool:
-        """Whether all ranks are on this host."""
+        """Return whether all ranks are on this host."""
         return self.hosts in ("1", "1:1") and not self.endpoint
 
     @property
     def leads(self) -> bool:
-        """Whether this host holds rank 0, as far as is known before the hosts have met."""
+        """Return whether this host holds rank 0, as far as known before the rendezvous."""
         return self.node_rank == 0
 
     @property
     def meeting_host(self) -> str:
-        """The host part of the address at which the hosts meet; empty on one host."""
+        """Return the host part of the rendezvous address; empty on one host."""
         return (self.endpoint or self.master_addr).rpartition(":")[0] if self.endpoint else self.master_addr
 
 
 @dataclass(frozen=True)
 class HostPlan:
-    """One host's part. ``visible``: the GPUs that the user chose; empty means all."""
+    """One host's part of a run. ``visible``: the GPUs chosen by the user; empty means all."""
 
     host: str
     ranks: int
@@ -71,7 +71,7 @@ class HostPlan:
 
 @dataclass(frozen=True)
 class PlacementRequest:
-    """What the user asked for; None and "" mean nothing. ``hostfile`` is the file's text."""
+    """The user's options; None and "" mean not set. ``hostfile`` is the file's text."""
 
     slots: int | None = None
     hostfile: str | None = None
@@ -90,8 +90,8 @@ class PlacementRequest:
 
 @dataclass(frozen=True)
 class HostPlacement:
-    """``own`` is this host's plan, None when this host only starts others; ``others`` are the plans
-    of the hosts to be started from here."""
+    """``own``: this host's plan, or None if this host only starts others. ``others``: the plans of
+    the hosts to start from this host."""
 
     own: HostPlan | None
     others: tuple[HostPlan, ...] = ()
@@ -100,11 +100,11 @@ class HostPlacement:
 def place(
     request: PlacementRequest, env: Mapping[str, str], devices: HostDevices, names: Sequence[str], default_slots: int
 ) -> HostPlacement:
-    """Return the placement. The first of these that was given decides: a meeting point, a hostfile,
-    SLURM, this host alone.
+    """Return the placement. The first of these that is given decides: an explicit rendezvous, a
+    hostfile, SLURM, this host alone.
 
-    ``names`` are this host's names. Raises ConfigError where they contradict each other or ask for
-    what does not exist.
+    ``names`` are this host's names. Raises ConfigError if the options contradict each other or name
+    something that does not exist.
     """
     port = request.master_port or DEFAULT_PORT
     slots = request.slots or default_slots
@@ -136,7 +136,7 @@ def _alone(plan: HostPlan, devices: HostDevices) -> HostPlacement:
 
 
 def _explicit(request: PlacementRequest, port: int) -> RendezvousSpec | None:
-    """Return the rendezvous of torch.distributed.run's arguments, if they were given."""
+    """Return the rendezvous from torch.distributed.run's arguments, if they were given."""
     if request.rdzv_endpoint:
         return RendezvousSpec(
             request.nnodes or "1:1", request.node_rank or 0, endpoint=request.rdzv_endpoint, run_id=request.rdzv_id
@@ -174,8 +174,8 @@ def _from_hostfile(request: PlacementRequest, text: str, port: int, names: Seque
 def plan_hosts(
     chosen: Mapping[str, list[int]], present: Mapping[str, list[int]], master_addr: str, master_port: int
 ) -> list[HostPlan]:
-    """Return one plan per chosen host, numbered in hostfile order; they meet at the first one
-    unless ``master_addr`` says otherwise."""
+    """Return one plan per chosen host, numbered in hostfile order. The hosts meet at
+    ``master_addr``, by default the first host."""
     address = master_addr or next(iter(chosen))
     return [
         HostPlan(
@@ -189,10 +189,9 @@ def plan_hosts(
 
 
 def own_plan(plans: Sequence[HostPlan], names: Sequence[str], node_rank: int | None) -> HostPlan:
-    """Return this host's plan: by its number when given, else the one whose host is among this
-    host's ``names``.
+    """Return this host's plan: by its number if given, else the plan whose host is in ``names``.
 
-    Raises ConfigError when neither finds exactly one.
+    Raises ConfigError unless exactly one plan matches.
     """
     if node_rank is not None:
         if not 0 <= node_rank < len(plans):
@@ -213,15 +212,15 @@ def own_plan(plans: Sequence[HostPlan], names: Sequence[str], node_rank: int | N
 
 
 def ssh_command(plan: HostPlan, command: Sequence[str], cwd: str, exports: Mapping[str, str]) -> list[str]:
-    """Return the command for one host's part. ``-tt`` sends it SIGHUP when ssh ends here."""
+    """Return the ssh command for one host's part; ``-tt`` sends SIGHUP to it when ssh exits."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(exports.items())]
     line = " ".join(["exec env", *settings, shlex.join(command)]) if settings else "exec " + shlex.join(command)
     return ["ssh", "-tt", "-o", "BatchMode=yes", plan.host, f"cd {shlex.quote(cwd)} && {line}"]
 
 
 def parse_exports(text: str, name: str = ".deepspeed_env") -> dict[str, str]:
-    """Parse ``NAME=value`` lines, as in DeepSpeed's environment file, which go to the other hosts.
-    Raises ConfigError for any other line."""
+    """Parse ``NAME=value`` lines, as in DeepSpeed's environment file, for the environment of the
+    other hosts. Raises ConfigError for any other line."""
     exports = {}
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip()
@@ -243,7 +242,7 @@ def parse_hostfile(text: str, name: str = "hostfile") -> Slots:
     """Parse hosts and their slots from DeepSpeed's grammar, ``host slots=N`` per line; ``#`` starts
     a comment.
 
-    Raises ConfigError, with the line, for anything else and for a host named twice.
+    Raises ConfigError, with the line, for any other syntax and for duplicate hosts.
     """
     hosts: Slots = {}
     for number, raw in enumerate(text.splitlines(), start=1):
@@ -268,11 +267,11 @@ def parse_hostfile(text: str, name: str = "hostfile") -> Slots:
 
 
 def choose(hosts: Mapping[str, list[int]], include: str = "", exclude: str = "") -> Slots:
-    """Return the hosts and slots that one of the filters leaves.
+    """Return the hosts and slots that remain after the filter.
 
-    A filter is ``host1@host2:0,2``: whole hosts, or slots of a host. ``include`` keeps only what it
-    names, ``exclude`` drops what it names. Raises ConfigError when both are given, or one names
-    what does not exist.
+    A filter is ``host1@host2:0,2``: whole hosts, or slots of a host. ``include`` keeps only the
+    named ones, ``exclude`` drops them. Raises ConfigError if both are given, or if a named host or
+    slot does not exist.
     """
     if include and exclude:
         raise ConfigError("--include and --exclude cannot be combined", fix="Use only one of them.")
@@ -290,8 +289,8 @@ def choose(hosts: Mapping[str, list[int]], include: str = "", exclude: str = "")
 
 
 def first_hosts(hosts: Mapping[str, list[int]], num_nodes: int | None, num_slots: int | None) -> Slots:
-    """Return the first ``num_nodes`` hosts, and on each the first ``num_slots`` slots (None: all).
-    Raises ConfigError when there are fewer."""
+    """Return the first ``num_nodes`` hosts, each with its first ``num_slots`` slots (None: all).
+    Raises ConfigError if there are fewer."""
     if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
         raise ConfigError(
             "the hostfile has fewer hosts", where="--num_nodes", got=num_nodes, expected=f"1 to {len(hosts)}"
@@ -332,11 +331,11 @@ def _slots(numbers: str, present: list[int], part: str, option: str) -> list[int
 
 
 def from_slurm(env: Mapping[str, str], port: int = DEFAULT_PORT) -> RendezvousSpec | None:
-    """Return the rendezvous that SLURM's variables describe, for one task per host; None outside a
-    SLURM step or on one host.
+    """Return the rendezvous from SLURM's variables, for one task per host; None outside a SLURM
+    step or on a single host.
 
-    The first host of the step's list is where they meet. Raises ConfigError when the step runs
-    several tasks per host: the ranks of a host are started here, not by srun.
+    The hosts meet at the first host of the step's list. Raises ConfigError if the step runs several
+    tasks per host: the launcher, not srun, starts the ranks of a host.
     """
     if "SLURM_JOB_ID" not in env or "SLURM_NODEID" not in env:
         return None
@@ -363,7 +362,7 @@ def from_slurm(env: Mapping[str, str], port: int = DEFAULT_PORT) -> RendezvousSp
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first host of SLURM's list: of ``gpu[08-10,12]x,login``, gpu08x."""
+    """Return the first host of SLURM's list: gpu08x for ``gpu[08-10,12]x,login``."""
     found = re.match(r"(?:[^,\[\]]|\[\d[^\[\]]*\])+(?=,|$)", nodelist)
     if found is None:
         raise ConfigError(
@@ -380,19 +379,19 @@ def first_host(nodelist: str) -> str:
 
 @dataclass(frozen=True)
 class HostDevices:
-    """Processor cores that this process may use, and GPUs that it may see."""
+    """The CPU cores and GPUs that are available to this process."""
 
     cores: int
     gpus: int
 
 
 def count_devices(env: Mapping[str, str], device_files: Path = Path("/dev")) -> HostDevices:
-    """Count the devices that CUDA_VISIBLE_DEVICES leaves visible."""
+    """Count the cores, and the GPUs that CUDA_VISIBLE_DEVICES makes visible."""
     return HostDevices(usable_cores(), len(visible_gpus(env, device_files)))
 
 
 def check_slots(slots: int, devices: HostDevices, where: str = "slots") -> None:
-    """Raise ConfigError for more ranks than GPUs; without GPUs, ranks share the cores."""
+    """Raise ConfigError if there are more ranks than GPUs; without GPUs, ranks share the cores."""
     if slots < 1:
         raise ConfigError("a run needs at least one rank", where=where, got=slots, expected="a positive integer")
     if devices.gpus and slots > devices.gpus:
@@ -406,21 +405,21 @@ def check_slots(slots: int, devices: HostDevices, where: str = "slots") -> None:
 
 
 def threads_per_rank(slots: int, devices: HostDevices) -> int:
-    """Return the threads of each rank, so that all ranks together use each core once."""
+    """Return the number of threads per rank, so that all ranks together use each core once."""
     return max(1, devices.cores // slots)
 
 
 def loopback() -> str:
-    """Return the interface on which a host talks to itself."""
+    """Return the name of the loopback interface."""
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the interface that packets to ``host`` leave by, or the one that has its address; None
-    without a route, or where that cannot be known."""
+    """Return the interface for packets to ``host``, or the interface with that address; None if
+    there is no route or the interface cannot be determined."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing: it only asks for the route
+            probe.connect((host, 9))  # sends nothing: UDP connect only looks up the route
             address = probe.getsockname()[0]
     except OSError:
         return None
@@ -429,11 +428,11 @@ def interface_towards(host: str) -> str | None:
 
 
 def rank_environment(env: Mapping[str, str], *, threads: int, interface: str | None) -> dict[str, str]:
-    """Return ``env`` with what ranks need: their share of threads, the interface for gloo, an
-    allocator that keeps its pages, unbuffered output, a quiet torch.distributed.run.
+    """Return ``env`` with settings for ranks: number of threads, gloo's interface, an allocator
+    that keeps its pages, unbuffered output, and a quiet torch.distributed.run.
 
-    Variables that would place this process as a rank of an outer run are dropped: the agent sets
-    its own.
+    Drops variables that would make this process a rank of an outer run, because the agent sets its
+    own.
     """
     inherited = {
         name: value for name, value in env.items() if name not in _OUTER_RUN and not name.startswith("TORCHELASTIC_")
@@ -453,7 +452,7 @@ _OUTER_RUN = frozenset(
 
 
 def host_names() -> list[str]:
-    """Return the names by which a hostfile may mean this host."""
+    """Return the names that a hostfile may use for this host."""
     name = socket.gethostname()
     return list(dict.fromkeys([name, name.partition(".")[0], socket.getfqdn(), "localhost", "127.0.0.1"]))
 
@@ -461,7 +460,7 @@ def host_names() -> list[str]:
 def host_environment(plan: HostPlan, devices: HostDevices) -> dict[str, str]:
     """Return the environment of a host's ranks: threads, gloo's interface, chosen GPUs."""
     threads = threads_per_rank(plan.ranks, devices)
-    where = plan.rendezvous  # gloo's interface: loopback on one host, else the one towards the meeting point
+    where = plan.rendezvous  # gloo's interface: loopback on one host, else the one toward the rendezvous
     interface = loopback() if where.single else interface_towards(where.meeting_host)
     env = rank_environment(os.environ, threads=threads, interface=interface)
     if plan.visible:

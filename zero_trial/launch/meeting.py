@@ -1,7 +1,7 @@
-"""Where the ranks of a run meet: which ranks this host has, and the address of their store.
+"""The rendezvous of a run: this host's ranks, and the address of the ranks' store.
 
-Several hosts meet through torch's rendezvous, which numbers them and gives them a store. One host
-needs neither, nor torch."""
+Several hosts meet through torch's rendezvous, which numbers the hosts and creates a store. A single
+host needs neither, and no torch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any
 from zero_trial.errors import MeshError
 from zero_trial.launch.hosts import RendezvousSpec
 
-_JOIN_SECONDS = 900  # in which all hosts have to come, as torch.distributed.run allows
+_JOIN_SECONDS = 900  # time limit for all hosts to join, as in torch.distributed.run
 
 
 @dataclass
 class Meeting:
-    """One host's part of a run whose hosts have met.
+    """One host's part of a run after the rendezvous.
 
     Attributes:
-        ranks: of this host.
-        first: the rank of its first one.
-        world: ranks on all hosts.
-        host: the number of this host, of ``hosts``.
-        address, port: where ranks meet.
-        round: how often hosts have met in this run before.
-        reserved: keeps the port from others until rank 0 listens on it.
-        store, handler: torch's, between several hosts, which keep the ranks' store, too.
+        ranks: the number of ranks on this host.
+        first: the lowest rank on this host.
+        world: the number of ranks on all hosts.
+        host: this host's number, below ``hosts``.
+        address, port: of the ranks' store.
+        round: the number of earlier rendezvous in this run.
+        reserved: reserves the port until rank 0 listens on it.
+        store, handler: torch's, for several hosts; the handler also keeps the ranks' store alive.
     """
 
     ranks: int
@@ -45,7 +45,7 @@ class Meeting:
     handler: Any = None
 
     def place(self, local_rank: int) -> dict[str, str]:
-        """Return the variables that place a rank, those of torch.distributed.run."""
+        """Return a rank's environment variables, the same as torch.distributed.run's."""
         rank, world = str(self.first + local_rank), str(self.world)
         return {
             "RANK": rank,
@@ -66,19 +66,19 @@ class Meeting:
         }
 
     def has_changed(self) -> bool:
-        """Return whether a host waits to join an elastic run: its ranks then have to meet again."""
+        """Return whether a host waits to join an elastic run; if so, the hosts must meet again."""
         if self.handler is None:
             return False
         from torch.distributed.elastic.rendezvous import RendezvousError
 
-        with contextlib.suppress(RendezvousError):  # the ranks will say that a host is gone
+        with contextlib.suppress(RendezvousError):  # the ranks will report that a host is gone
             return bool(self.handler.num_nodes_waiting() > 0)
         return False
 
     def is_over(self) -> bool:
-        """Say that the ranks of this host are done, and return whether those of all hosts are.
+        """Record that this host's ranks are done, and return whether those of all hosts are.
 
-        Until then the host with the store has to stay; one that is gone has failed or is done.
+        Until then the host with the store must not exit; an unreachable one has failed or is done.
         """
         if self.reserved is not None:
             self.reserved.close()
@@ -90,38 +90,38 @@ class Meeting:
 
 
 def meet(spec: RendezvousSpec, ranks: int, earlier: Meeting | None = None) -> Meeting:
-    """Wait until all hosts are there, and return this host's part. Raises MeshError.
+    """Wait until all hosts have joined, and return this host's part. Raises MeshError.
 
     Args:
-        ranks: of this host; hosts may have different numbers.
-        earlier: the meeting from which hosts of an elastic run come back.
+        ranks: the number of ranks on this host; may differ between hosts.
+        earlier: the previous meeting of an elastic run.
     """
     if spec.single:
         reserved = socket.socket()
-        # A port that is bound but not listened on can be bound again, by who also sets this.
+        # Another socket with SO_REUSEADDR can also bind a port that is bound but not listening.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
-        # A host name that does not resolve must not matter to a run that never leaves the machine.
+        # Use the address: a run on a single machine must not depend on resolving its host name.
         address, port = reserved.getsockname()
         return Meeting(ranks, 0, ranks, 0, 1, address, port, spec.run_id, reserved=reserved)
-    # torch takes a second to import, and one host needs none of it
+    # importing torch takes a second, and a single host does not need it
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     backend = "c10d" if spec.endpoint else "static"
     endpoint = spec.endpoint or f"{spec.master_addr}:{spec.master_port}"
     least, _, most = spec.hosts.partition(":")
-    own = 0 if earlier is None else earlier.round + 1  # a host that joins later begins at 0
+    own = 0 if earlier is None else earlier.round + 1  # a host that joins later starts at 0
     try:
         options: dict[str, Any] = {"rank": spec.node_rank, "timeout": _JOIN_SECONDS, "join_timeout": _JOIN_SECONDS}
         asked = RendezvousParameters(backend, endpoint, spec.run_id, int(least), int(most or least), **options)
         handler = get_rendezvous_handler(asked) if earlier is None else earlier.handler
         found = handler.next_rendezvous()
         place: Any = found.bootstrap_store_info
-        if found.rank == 0:  # torch does so in the first round only, and a host that joins later waits for it
+        if found.rank == 0:  # torch sets these only in the first round, and a host that joins later waits for them
             found.store.set(place.MASTER_ADDR_KEY, place.master_addr)
             found.store.set(place.MASTER_PORT_KEY, str(place.master_port))
-        found.store.set(f"host/{found.rank}", f"{ranks} {own}")  # this meeting's own part of torch's store
+        found.store.set(f"host/{found.rank}", f"{ranks} {own}")  # this round's own namespace in torch's store
         said = [found.store.get(f"host/{host}").split() for host in range(found.world_size)]
         counts, rounds = [int(count) for count, _ in said], [int(number) for _, number in said]
     except (RendezvousError, RuntimeError, OSError, ValueError) as error:

@@ -1,5 +1,5 @@
-"""``zero-trial run``: one trial of an experiment on this host's ranks, checked before anything is
-started, restarted where that may help."""
+"""``zero-trial run``: run one trial of an experiment on this host's ranks. Everything is checked
+before the start; a failed run is restarted if that may help."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _DEFAULT_SEED = 0
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What the command line asks for; None means not said."""
+    """The options of the command line; None means not set."""
 
     experiment_path: Path | None = None
     model_dir: Path | None = None
@@ -56,7 +56,7 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """An experiment that may start. ``ds_config`` and ``batch``: None if the trial has its own."""
+    """A checked experiment. ``ds_config`` and ``batch`` are None if the trial has its own."""
 
     experiment_path: Path
     experiment: ExperimentConfig
@@ -70,13 +70,13 @@ class CheckedRun:
 
     @property
     def ranks(self) -> int:
-        """Ranks on all hosts, each host having as many as this one."""
+        """Return the number of ranks on all hosts; every host has as many as this one."""
         hosts = self.own.rendezvous.hosts
         return self.own.ranks * (int(hosts) if hosts.isdigit() else 1)
 
 
 def check_run(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
-    """Read and check all that can be known without running the trial. Raises ConfigError."""
+    """Read and check everything that does not require running the trial. Raises ConfigError."""
     experiment_path = _experiment_path(request)
     experiment = read_experiment(experiment_path, changes=request.changes)
     model_dir = model_folder(experiment, request.model_dir)
@@ -95,7 +95,7 @@ def check_run(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
         raise ConfigError("zero-trial run starts the ranks of this host only", fix="Run the same command on each host.")
     seed = next(seed for seed in (request.seed, experiment.experiment_seed, _DEFAULT_SEED) if seed is not None)
     checked = CheckedRun(experiment_path, experiment, entrypoint, model_dir, placement.own, devices, seed, None, None)
-    if not experiment.names_ds_config():  # the trial brings its own
+    if not experiment.names_ds_config():  # the trial provides its own
         return checked
     values, hints = experiment.hyperparameters, experiment.hints
     config = read_ds_config(experiment.ds_config(model_dir), hints=hints, hyperparameters=values)
@@ -115,11 +115,10 @@ def _experiment_path(request: RunRequest) -> Path:
 
 
 def model_folder(experiment: ExperimentConfig, given: Path | None) -> Path:
-    """Return the folder of the trial's module: ``given``, else the one that a run's lock names,
-    else the current one.
+    """Return the folder of the trial's module: ``given``, else the folder in a run's lock, else the
+    current folder.
 
-    Raises ConfigError where it does not exist, and for a lock also where it no longer has the
-    module.
+    Raises ConfigError if the folder does not exist or, for a lock, no longer contains the module.
     """
     locked = locked_model_dir(experiment)
     if given is not None or locked is None:
@@ -153,7 +152,7 @@ def run_experiment(checked: CheckedRun, request: RunRequest, screen: Screen) -> 
 
 
 def _run_in(folder: Path, checked: CheckedRun, screen: Screen, events_before: bool) -> LaunchResult:
-    """Run in the folder; on one host, start again after a crash where that may help."""
+    """Run in the folder; on a single host, restart after a crash if that may help."""
     leads = checked.own.rendezvous.leads
     lock = begin_run(folder, checked) if leads else RunFolder(folder).config_lock
     most = checked.experiment.max_restarts if checked.own.rendezvous.single else 0
@@ -175,7 +174,8 @@ def _run_in(folder: Path, checked: CheckedRun, screen: Screen, events_before: bo
 
 
 def begin_run(folder: Path, checked: CheckedRun) -> Path:
-    """Write the lock of a run and the report of its values into its folder; return the lock."""
+    """Write the lock of a run and the report of its values into its folder; return the lock
+    path."""
     config = checked.ds_config
     lock = write_lock(
         folder,
@@ -203,7 +203,7 @@ def supervisor_of(folder: Path, lock: Path, checked: CheckedRun, watcher: Watche
 
 
 def write_report(folder: Path, checked: CheckedRun) -> None:
-    """Write where every value came from; a run that goes on keeps the report of its beginning."""
+    """Write the source of every value; a resumed run keeps the report from its start."""
     path = RunFolder(folder).resolved_config
     if checked.ds_config is not None and not path.exists():
         rows = checked.batch.rows if checked.batch is not None else ()
@@ -211,7 +211,7 @@ def write_report(folder: Path, checked: CheckedRun) -> None:
 
 
 def _folder(checked: CheckedRun, request: RunRequest) -> tuple[Path, bool]:
-    """Return the run's folder, and whether it holds events of an earlier part of the run."""
+    """Return the run's folder, and whether it contains events of an earlier part of the run."""
     if request.resume is not None:
         return resumed_run_folder(request.resume).resolve(), True
     if request.run_dir is None:
@@ -225,7 +225,7 @@ def _folder(checked: CheckedRun, request: RunRequest) -> tuple[Path, bool]:
 
 
 def repeat_command(folder: Path) -> str:
-    """Return the command that repeats the run in ``folder``, as it would be typed here."""
+    """Return the command that repeats the run in ``folder``, relative to the current directory."""
     return shlex.join(["zero-trial", "run", os.path.relpath(RunFolder(folder).config_lock)])
 
 
@@ -239,14 +239,14 @@ def newest_step(folder: Path) -> int | None:
 def restart_may_help(outcome: LaunchResult, before: int | None, now: int | None) -> bool:
     """Return whether to start a failed run again.
 
-    Here the user watches, so a run is started again only if the reason may pass (a killed process,
-    a lost connection, an error that is not this package's) and it has saved a new checkpoint:
-    without one it would fail at the same place after the same time.
+    The user is watching, so restart only if the cause may be transient (a killed process, a lost
+    connection, an error outside this package) and the run has saved a new checkpoint: without one
+    it would fail again at the same step after the same time.
 
     ``before`` and ``now``: the step of the newest checkpoint before the run and after it.
     """
     if outcome.exit_code not in (ExitStatus.INFRASTRUCTURE, ExitStatus.TRIAL_FAULT):
-        return False  # it ended well, was asked to stop, or would fail in the same way
+        return False  # it succeeded, was stopped, or would fail in the same way
     return now is not None and (before is None or now > before)
 
 

@@ -1,5 +1,5 @@
-"""What a run shows: one live progress line on a terminal, a plain line every ten seconds anywhere
-else, and the lines of its events and of its summary. A number that is missing is not shown."""
+"""The output of a run: one live progress line on a terminal, a plain line every ten seconds
+elsewhere, and lines for events and the summary. Missing numbers are not shown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Event = Mapping[str, Any]
 
 
 class Screen:
-    """Shows events in ``stream``. Lines that stay are printed above the live one."""
+    """Shows events in ``stream``. Permanent lines are printed above the live line."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Screen:
         self._waiting: Event | None = None
 
     def say(self, line: str) -> None:
-        """Print a line that stays, free of control characters, unless the screen is quiet."""
+        """Print a permanent line without control characters, unless the screen is quiet."""
         if self._quiet:
             return
         line = strip_control(line)
@@ -66,12 +66,12 @@ class Screen:
             self.say(line)
 
     def tick(self) -> None:
-        """Print the plain line when its time has come."""
+        """Print the plain line if it is due."""
         if self._waiting is not None and self._clock() - self._last_plain >= _PLAIN_SECONDS:
             self._flush()
 
     def close(self) -> None:
-        """Print the last step if it was not printed yet; leave the live line as it is."""
+        """Print the last step if it is not printed yet; do not erase the live line."""
         if self._waiting is not None:
             self._flush()
         if self._bar is not None:
@@ -101,7 +101,7 @@ class Screen:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Return whether the stream is a terminal with room for a line."""
+    """Return whether the stream is a terminal that is wide enough for a line."""
     if not stream.isatty():
         return False
     try:
@@ -112,14 +112,14 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def with_size(event: Event, run_dir: Path) -> Event:
-    """Return a checkpoint event with its folder's path, as typed here, and its bytes."""
+    """Return a checkpoint event with its folder's (relative) path and its size in bytes."""
     folder = RunFolder(run_dir).checkpoints / str(event.get("storage_id") or "")
     count = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return {**event, "path": os.path.relpath(folder), "bytes": count}
 
 
 class EventWatcher:
-    """Follows a run's ``events.jsonl`` onto a screen."""
+    """Shows a run's ``events.jsonl`` on a screen as the file grows."""
 
     def __init__(self, events: Path, screen: Screen, *, skip_existing: bool = False) -> None:
         self._tail = Tail(events, skip_existing=skip_existing)
@@ -136,8 +136,8 @@ class EventWatcher:
 
 
 class LogWatcher:
-    """Copies the log of rank 0 to the screen as it grows, for scripts that print for themselves;
-    its traceback stays in the log. Of other ranks it shows the notes in ``events``."""
+    """Copies the growing log of rank 0 to the screen, for scripts that print their own output, but
+    without its traceback. For other ranks it shows the notes in ``events``."""
 
     def __init__(self, log: Path, stream: TextIO, *, stop_at: str, events: Path) -> None:
         self._tail = Tail(log)
@@ -173,8 +173,8 @@ class NoWatcher:
 
 
 def training_facts(event: Event) -> str:
-    """Return ``loss 2.113  9.8k tok/s  mfu 41.2%  lr 2.7e-04``, as far as the event has them. Every
-    other metric of ``train_batch`` follows the loss."""
+    """Return ``loss 2.113  9.8k tok/s  mfu 41.2%  lr 2.7e-04``, as far as the event has these. All
+    other metrics of ``train_batch`` follow the loss."""
     names = dict.fromkeys(["loss", *(event.get("each") or ())])
     facts = [f"{name} {format_metric(event[name])}" for name in names if event.get(name) is not None]
     facts += _speed(event)
@@ -202,7 +202,7 @@ def training_line(event: Event) -> str:
 
 
 def event_line(event: Event) -> str | None:
-    """Return the line of any other event; None for one that is not shown."""
+    """Return the line of any other event; None if the event is not shown."""
     kind = event.get("kind")
     if kind == "validation":
         metrics = [
@@ -214,7 +214,7 @@ def event_line(event: Event) -> str | None:
         parts += [format_bytes(event["bytes"])] if event.get("bytes") else []
         return "  ".join(parts)
     if kind == "note" and event.get("message"):
-        # events.jsonl has the whole of a long note, such as a table.
+        # events.jsonl contains the full text of a long note, such as a table.
         return f"note    {str(event['message']).splitlines()[0]}"
     if kind == "plan" and event.get("message"):
         return f"plan    {event['message']}"
@@ -237,7 +237,7 @@ def _metrics(summary: Mapping[str, Any]) -> list[str]:
     before, after = summary.get("initial_validation") or {}, summary.get("final_validation") or {}
     shown = []
     for name, value in after.items():
-        moved = name in before and before[name] != value  # one validation is the first and the last
+        moved = name in before and before[name] != value  # with a single validation, the first is also the last
         change = f"{format_metric(before[name])} -> {format_metric(value)}" if moved else format_metric(value)
         against = ", ".join(f"{label} {format_metric(figure)}" for label, figure in baselines(name, summary).items())
         shown.append(f"{name} {change}{f' ({against})' if against else ''}")
@@ -249,7 +249,7 @@ def _figures(summary: Mapping[str, Any]) -> list[str]:
     peak = summary.get("peak_memory_bytes")
     if peak:
         figures.append(f"peak {format_bytes(max(peak) if isinstance(peak, list) else peak)}/rank")
-    # live tensors: the process's own peak also holds the libraries
+    # live tensors only: the peak of the process also includes libraries
     measured, planned = summary.get("memory_measured_peak_bytes"), summary.get("memory_planned_bytes")
     if measured:
         error = summary.get("memory_plan_error_percent")

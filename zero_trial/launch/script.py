@@ -1,4 +1,4 @@
-"""``zero-trial launch``: a plain script on several ranks, supervised as a trial is."""
+"""``zero-trial launch``: run a plain script on several ranks, supervised like a trial."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _ENVIRONMENT_FILE = ".deepspeed_env"
 
 @dataclass(frozen=True)
 class ScriptRequest:
-    """What to run and where. ``kind`` is "script", "module" or "program"; ``local_rank`` is None
-    when the script's source decides; ``as_deepspeed`` is "" or a value of ZERO_TRIAL_AS_DEEPSPEED,
-    with which ``import deepspeed`` means zero_trial in the ranks."""
+    """What to run and where. ``kind`` is "script", "module" or "program"; ``local_rank`` is None if
+    the script's source decides; ``as_deepspeed`` is "" or a value of ZERO_TRIAL_AS_DEEPSPEED, which
+    makes ``import deepspeed`` import zero_trial in the ranks."""
 
     target: str
     arguments: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ def launch_script(request: ScriptRequest, output: TextIO) -> tuple[LaunchResult,
 
 
 def read_hostfile(given: str | None) -> tuple[str | None, str]:
-    """Return text and name of the given hostfile, else of DeepSpeed's default, else none."""
+    """Return text and name of the given or DeepSpeed's default hostfile, or (None, "")."""
     path = Path(given) if given else _DEFAULT_HOSTFILE
     if path.is_file():
         return path.read_text(encoding="utf-8"), str(path)
@@ -100,9 +100,9 @@ def read_hostfile(given: str | None) -> tuple[str | None, str]:
 
 
 def wants_local_rank(script: Path, *, as_deepspeed: bool = False) -> bool:
-    """Return whether a script's text names the option ``--local_rank`` or ``--local-rank``.
+    """Return whether a script's text contains the option ``--local_rank`` or ``--local-rank``.
 
-    ``as_deepspeed``: any ``local_rank`` in it counts, since libraries make options of parameters
+    ``as_deepspeed``: any ``local_rank`` counts, because libraries generate options from parameters
     and fields, and DeepSpeed's launcher passes the option to every script.
     """
     text = script.read_text(encoding="utf-8", errors="replace")
@@ -110,7 +110,7 @@ def wants_local_rank(script: Path, *, as_deepspeed: bool = False) -> bool:
 
 
 def _run_folder(given: Path | None, shared: bool) -> Path:
-    """Return the folder of logs and records, absolute; hosts of one run may share a given one."""
+    """Return the absolute path of the folder for logs and records; hosts of a run may share it."""
     if given is None:
         return new_run_folder(Path("runs")).resolve()
     if shared:
@@ -120,7 +120,7 @@ def _run_folder(given: Path | None, shared: bool) -> Path:
 
 
 def _start_others(placement: HostPlacement, request: ScriptRequest, folder: Path) -> list[subprocess.Popen[bytes]]:
-    """Start the other hosts' parts over ssh; their output goes to ``<run>/logs/host-<k>.log``."""
+    """Start the other hosts' parts over ssh, with output to ``<run>/logs/host-<k>.log``."""
     exports = _exports(os.environ, (Path.cwd(), Path.home())) if placement.others else {}
     started = []
     RunFolder(folder).logs.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def _start_others(placement: HostPlacement, request: ScriptRequest, folder: Path
 
 
 def remote_command(plan: HostPlan, request: ScriptRequest, folder: Path) -> list[str]:
-    """Return the ``zero-trial launch`` that another host runs for its part."""
+    """Return the ``zero-trial launch`` command that another host runs for its part."""
     where = plan.rendezvous
     command = [sys.executable, "-m", "zero_trial.cli.main", "launch"]
     command += ["--slots", str(plan.ranks), "--run-dir", str(folder)]
@@ -148,7 +148,7 @@ def remote_command(plan: HostPlan, request: ScriptRequest, folder: Path) -> list
 
 
 def _exports(env: Mapping[str, str], folders: Iterable[Path]) -> dict[str, str]:
-    """Return what other hosts get: PYTHONPATH, and the first environment file's lines."""
+    """Return the environment for other hosts: PYTHONPATH, and the first environment file."""
     exports = {"PYTHONPATH": env["PYTHONPATH"]} if env.get("PYTHONPATH") else {}
     for folder in folders:
         path = folder / _ENVIRONMENT_FILE
@@ -158,7 +158,7 @@ def _exports(env: Mapping[str, str], folders: Iterable[Path]) -> dict[str, str]:
 
 
 def _wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> LaunchResult:
-    """Return the outcome of a run without a part on this host: of its first failing part."""
+    """Return the outcome of a run without ranks on this host: that of its first failing part."""
     codes = [process.wait() for process in processes]
     bad = next((code for code in codes if code), 0)
     return LaunchResult(bad if 0 <= bad < 256 else 5)

@@ -1,9 +1,9 @@
-"""The supervisor: starts the ranks of one host, watches them, ends all of them when one fails or a
-stop is asked for, and finds the cause.
+"""The supervisor: starts and watches the ranks of one host, ends all of them if one fails or a stop
+is requested, and finds the cause.
 
-No process of a run outlives it. Three things see to that, each for the case in which the others
-cannot act: the kernel kills a guarded process when its parent dies (Linux), a watching thread does
-the same elsewhere, and at the end of a run every process that still carries the run's mark is
+No process outlives its run. Three mechanisms ensure this, each for cases that the others do not
+cover: the kernel kills a guarded process when its parent dies (Linux), a watcher thread does the
+same on other systems, and at the end of a run every remaining process with the run's mark is
 killed.
 """
 
@@ -44,7 +44,7 @@ MARK = "ZERO_TRIAL_RUN_MARK"
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What each rank runs: a module, a script or (``program``) any executable."""
+    """The code of each rank: a module, a script or (``program``) any executable."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -52,14 +52,14 @@ class RankProgram:
     local_rank: bool = False  # append --local_rank=N, as DeepSpeed's launcher does
 
     def guarded(self) -> list[str]:
-        """Return the arguments after the guard's own options."""
+        """Return the arguments that follow the guard's own options."""
         flag = {"module": ["-m"], "script": [], "program": ["--exec"]}[self.kind]
         return [*flag, self.name, *self.arguments]
 
 
 @dataclass(frozen=True)
 class HostRanks:
-    """One host's part of a run: how many ranks, where they meet, what they run."""
+    """One host's part of a run: the number of ranks, their rendezvous, and their program."""
 
     target: RankProgram
     ranks: int
@@ -68,7 +68,7 @@ class HostRanks:
     cwd: str | None = None
 
     def argv(self, parent: int) -> list[str]:
-        """Return the command of each rank: the guard and the target."""
+        """Return the command of each rank: the guard, then the target."""
         return [
             *(sys.executable, "-m", "zero_trial.launch.guard", "--parent", str(parent), "--run-dir", self.run_dir),
             *(["--cwd", self.cwd] if self.cwd else []),
@@ -78,29 +78,29 @@ class HostRanks:
 
 
 class Watcher(Protocol):
-    """Shows the run while it goes on."""
+    """Shows the progress of a run."""
 
     def tick(self) -> None:
-        """Show what is new; called several times a second."""
+        """Show new output; called several times a second."""
 
     def close(self) -> None:
-        """Show the rest and leave the screen in order."""
+        """Show the remaining output and restore the screen."""
 
 
 @dataclass(frozen=True)
 class SupervisorTimeouts:
-    """How long the supervisor waits, in seconds."""
+    """Timeouts of the supervisor in seconds."""
 
-    tick: float = 0.1  # between two looks
+    tick: float = 0.1  # between two polls
     after_failure: float = 5.0  # for the other ranks to end
-    after_stop: float = 60.0  # for ranks that were asked to stop to save
+    after_stop: float = 60.0  # for ranks to save after a stop request
     after_kill: float = 5.0  # for killed processes to disappear
-    after_end: float = 300.0  # for ranks of other hosts, when those of this one are done
+    after_end: float = 300.0  # for ranks of other hosts after this host's ranks are done
 
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """How a run ended: the exit code for the command, and the cause unless it is 0."""
+    """The outcome of a run: the command's exit code, and the cause unless the code is 0."""
 
     exit_code: int
     cause: Cause | None = None
@@ -125,18 +125,18 @@ class Supervisor:
         self.timeouts = timeouts or SupervisorTimeouts()
         self.mark = uuid.uuid4().hex
         self._stop = stop or self._terminate
-        self._asked: list[signal.Signals] = []  # to end the run, by Ctrl-C and the like
-        self._handled = 0  # of these
-        self._begun = False  # ranks have been started
+        self._asked: list[signal.Signals] = []  # requests to end the run (Ctrl-C, SIGTERM)
+        self._handled = 0  # number of handled requests
+        self._begun = False  # whether ranks have been started
         self._running: dict[int, subprocess.Popen[bytes]] = {}  # by rank
-        self._stopped: set[int] = set()  # ranks that were asked to end, or killed, since another failed
-        self._exits: list[RankExit] = []  # of ranks that failed, as they were seen
-        self._deadline: float | None = None  # after which what still runs is killed
+        self._stopped: set[int] = set()  # ranks that we terminated or killed because another rank failed
+        self._exits: list[RankExit] = []  # of failed ranks, in order of detection
+        self._deadline: float | None = None  # remaining ranks are killed after this time
         self._oom_kills = oom_kills()
 
     def run(self) -> LaunchResult:
-        """Start the ranks and watch them to their end. When this returns or raises, no process of
-        the run is left. Raises MeshError if hosts do not meet."""
+        """Start the ranks and watch them until they end. When this returns or raises, no process of
+        the run is left. Raises MeshError if the rendezvous fails."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.watcher.close)
             stack.callback(sweep, MARK, self.mark, self.timeouts.after_kill)
@@ -148,7 +148,7 @@ class Supervisor:
         return self._outcome()
 
     def _meet(self, earlier: Meeting | None) -> Meeting | None:
-        """Wait for the other hosts; None if a stop is asked for meanwhile."""
+        """Wait for the other hosts; return None if a stop is requested meanwhile."""
         found: Future[Meeting] = Future()
 
         def join() -> None:
@@ -157,7 +157,7 @@ class Supervisor:
             except BaseException as error:
                 found.set_exception(error)
 
-        # torch waits for minutes without a look at signals; a daemon does not keep this process
+        # torch waits for minutes without handling signals; a daemon thread does not block exit
         threading.Thread(target=join, name="zero_trial-meeting", daemon=True).start()
         while not self._asked:
             if wait([found], self.timeouts.tick).done:
@@ -183,14 +183,14 @@ class Supervisor:
                 )
 
     def _watch(self, meeting: Meeting) -> bool:
-        """Watch the ranks to their end; return whether the hosts of an elastic run change."""
+        """Watch the ranks until they end; return whether the hosts of an elastic run change."""
         changed = False
         while self._running or not self._may_leave(meeting):
             time.sleep(self.timeouts.tick)
             self._reap(changed)
             self.watcher.tick()
             if len(self._asked) > self._handled:
-                # let the ranks save after the first request; end them at each further one
+                # the first request lets the ranks save; every further request ends them
                 self._handled = len(self._asked)
                 save = self._handled == 1 and bool(self._running)
                 if save:
@@ -212,14 +212,14 @@ class Supervisor:
         return changed and not (self._exits or self._asked)
 
     def _may_leave(self, meeting: Meeting) -> bool:
-        """Say that the ranks of this host are done, and return whether it need not wait for those
-        of other hosts, which may use its store."""
+        """Record that this host's ranks are done. Return True if it need not wait for ranks of
+        other hosts, which may use its store."""
         late = self._deadline is not None and time.monotonic() > self._deadline
         return meeting.is_over() or late or bool(self._exits or self._asked)
 
     def _reap(self, changed: bool) -> None:
-        """Note the ranks that have ended; the first that fails ends the others, as a peer that is
-        missing would let them wait for it. One that was preempted leaves them time to save."""
+        """Record ranks that have ended. The first failure ends the other ranks, which would
+        otherwise wait for the missing peer; after a preemption they get time to save."""
         for rank, process in list(self._running.items()):
             code = process.poll()
             if code is None:
@@ -239,7 +239,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Count Ctrl-C and SIGTERM instead of dying of them; only the main thread can."""
+        """Count Ctrl-C and SIGTERM instead of exiting (only possible in the main thread)."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

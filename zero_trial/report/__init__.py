@@ -1,5 +1,5 @@
-"""Pages of runs and of searches: read from a run's folder or a master's store, written as one HTML
-file each, or served as the live board."""
+"""Pages of runs and searches: read from a run's folder or a master's store, written as a single
+HTML file each, or served as the live board."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ BOARD = "/board"
 
 
 def board_address(url: str, token: str) -> str:
-    """Return the address that logs in by itself: browsers do not send what follows the #."""
+    """Return a URL that logs in automatically. Browsers do not send the part after the #."""
     return f"{url}{BOARD}#token={token}"

@@ -1,9 +1,9 @@
-"""The board: a live, read-only page of experiments, trials and runs over HTTP. One page without any
-values in it, and one stream of server-sent events that fills it.
+"""The board: a live, read-only page of experiments, trials and runs over HTTP: a page without
+values, and a stream of server-sent events that fills it.
 
-The page is the same for everyone. Values come from the stream only, which needs the token: the page
-takes it from the fragment of its address, which browsers do not send, or asks for it. It sends it
-as a header, never as a cookie: cookies of 127.0.0.1 go to every port of this machine.
+The page is the same for everyone. Only the stream has values, and it requires the token: the page
+reads the token from the fragment of its URL, which browsers do not send, or asks for it. The token
+is sent as a header, never as a cookie: cookies of 127.0.0.1 are sent to every local port.
 """
 
 from __future__ import annotations
@@ -59,28 +59,28 @@ from zero_trial.util.text import format_bytes, format_number, format_value, shor
 
 _log = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.5  # between two looks at the log, and at least between two of all pages at the same values
-_PACE = 8  # a view that takes a second to make is made again after so many seconds
-_MOST_LINES = 2000  # of a log in one event
+_LOOK_SECONDS = 0.5  # polling interval of the log, and the shortest one of values (shared by all pages)
+_PACE = 8  # a view that takes one second to render is rendered again after this many seconds
+_MOST_LINES = 2000  # of a log per event
 _LONGEST_LINE = 4000  # characters
-_WAITING = 64  # streams at a time of the verb's server
-_KEPT_VIEWS = 128  # whose markup is kept: more than there are streams at a time
-_MOST_COMPARED = 12  # as can be told apart in one drawing
-_LONGEST_NAME = 2000  # characters of a metric that can be asked for: an address has its limit
+_WAITING = 64  # concurrent streams of the standalone server
+_KEPT_VIEWS = 128  # views with cached markup: more than there are concurrent streams
+_MOST_COMPARED = 12  # as many as are distinguishable in one chart
+_LONGEST_NAME = 2000  # characters of a requested metric name: URLs are limited
 
 
 class BoardSource(Protocol):
-    """What the board shows: a master's store, or a folder of runs. A name that is not there raises
-    ConfigError.
+    """The data of the board: a master's store, or a folder of runs. Raises ConfigError for unknown
+    names.
 
     Attributes:
-        unit: what one training is called: ``trial`` or ``run``.
+        unit: the word for one training: ``trial`` or ``run``.
     """
 
     unit: str
 
     def version(self) -> object:
-        """Return a value that changes when anything changes; it costs little."""
+        """Return a value that changes when anything changes. Cheap."""
 
     def overview(self) -> Overview: ...
 
@@ -89,20 +89,20 @@ class BoardSource(Protocol):
     def run(self, name: str) -> RunReport: ...
 
     def log(self, name: str) -> Iterator[list[OutputLine]]:
-        """Return the newest lines, and from then on, as often as it is asked, those since."""
+        """Yield the newest lines, then on each call the lines since the last call."""
 
 
 # Over HTTP.
 
 
 class _Place:
-    """One view as all pages that show it get it. One thread at a time makes it, under a lock of its
-    own: a view that takes long leaves the others.
+    """One view, shared by all pages that show it. One thread at a time renders it, under the view's
+    own lock, so that a slow view does not block others.
 
     Attributes:
-        version: of the source from which it was made.
-        shown: markup by anchor, in the order of the page.
-        due: when the source is looked at again for it, by ``time.monotonic``.
+        version: the version of the source when the view was rendered.
+        shown: markup by anchor, in page order.
+        due: time of the next check for changes, by ``time.monotonic``.
     """
 
     def __init__(self) -> None:
@@ -113,24 +113,24 @@ class _Place:
 
 
 class Board:
-    """Answers for one source; many threads call it at once.
+    """Serves one source. Thread-safe.
 
     Args:
-        login: whether users can log in with name and password; else they need the token.
+        login: whether users can log in with name and password; if not, they need the token.
     """
 
     def __init__(self, source: BoardSource, *, login: bool) -> None:
         self._source = source
         self._login = login
         self._mutex = threading.Lock()
-        self._places: dict[View, _Place] = {}  # the last that was looked at is the last
+        self._places: dict[View, _Place] = {}  # in order of last use
 
     def shell(self) -> Response:
-        """Return the page, which has no values in it."""
+        """Return the page without values."""
         return Response(200, _shell(self._login), "text/html; charset=utf-8", headers=_HEADERS)
 
     def live(self, query: Mapping[str, Sequence[str]], waits: Waits) -> Response | StreamingResponse:
-        """Return the stream of one view; with ``once`` only its present state."""
+        """Return the stream of one view; with ``once``, only its current state."""
         with ExitStack() as place:
             if not place.enter_context(waits.one()):
                 return failure(503, "too many pages are open, close some of them")
@@ -146,7 +146,7 @@ class Board:
             return StreamingResponse(events, "text/event-stream", place.pop_all().close)
 
     def _look(self, view: View) -> Mapping[str, str]:
-        """Return the view's markup by anchor, which all its pages share until it is due."""
+        """Return the view's markup by anchor, which all its pages share until the next check."""
         with self._mutex:
             place = self._places.pop(view, None) or _Place()
             self._places[view] = place
@@ -155,7 +155,7 @@ class Board:
         with place.making:
             began = time.monotonic()
             if not place.shown or began >= place.due:
-                version = self._source.version()  # before reading: what is written meanwhile is read next time
+                version = self._source.version()  # before reading, so that later writes are read next time
                 if not place.shown or place.version != version:
                     sections = render_view(self._source, view)
                     place.shown = {section.anchor: str(section.markup()) for section in sections}
@@ -167,7 +167,7 @@ class Board:
     def _events(
         self, view: View, shown: Mapping[str, str], log: Iterator[list[OutputLine]] | None, once: bool
     ) -> Generator[bytes, None, None]:
-        """Yield what is new, as events; empty pieces let the server notice a closed connection."""
+        """Yield changes as events; empty chunks let the server detect a closed connection."""
         sent: Mapping[str, str] = {}
         try:
             while True:
@@ -183,7 +183,7 @@ class Board:
                 shown = self._look(view)
         except ConfigError as error:  # deleted meanwhile
             yield _event("gone", {"message": str(error)})
-        except OSError as error:  # the page asks again, and gets the reason as an answer
+        except OSError as error:  # the page retries, and gets the reason in the response
             _log.warning("the stream of page %s %s failed: %s", view.kind, " ".join(view.names), error)
 
 
@@ -210,7 +210,7 @@ _HEADERS = {"Cache-Control": "no-store", "X-Frame-Options": "DENY", "Referrer-Po
 def _shell(login: bool) -> bytes:
     script = asset("page.js") + asset("board.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # the script that is here and no other; styles of elements are part of the drawings
+    # allows only this script; drawings need inline styles
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
@@ -259,7 +259,7 @@ def _shell(login: bool) -> bytes:
 
 
 def board_routes(source: BoardSource) -> tuple[Route, ...]:
-    """Return the routes with which a master serves the board."""
+    """Return the routes for serving the board from a master."""
     board = Board(source, login=True)
     return (
         Route("GET", BOARD, lambda request: board.shell(), AuthLevel.PUBLIC),
@@ -268,7 +268,7 @@ def board_routes(source: BoardSource) -> tuple[Route, ...]:
 
 
 def serve_runs(folder: Path, port: int, ready: Callable[[str], None], stop: threading.Event) -> None:
-    """Serve the board of a folder of runs until ``stop`` is set; ``ready`` gets its address.
+    """Serve the board of a folder of runs until ``stop`` is set; call ``ready`` with its URL.
 
     Raises ConfigError if there is no such folder, ZeroTrialError if the port is taken.
     """
@@ -310,12 +310,11 @@ def _handler(board: Board, token: str, port: int) -> Callable[[RequestHead, Read
 
 @dataclass(frozen=True)
 class View:
-    """What one page of the board asks for.
+    """The view that a page of the board requests.
 
     Args:
-        kind: ``all``, ``experiment``, ``trial`` or ``run``, which is the same without a master, or
-            ``compare``.
-        drawn: group and name of the metric that an experiment's curves show.
+        kind: ``all``, ``experiment``, ``trial`` (without a master: ``run``), or ``compare``.
+        drawn: group and name of the metric in an experiment's curves.
     """
 
     kind: str = "all"
@@ -324,7 +323,7 @@ class View:
 
 
 def parse_view(query: Mapping[str, Sequence[str]]) -> View:
-    """Return the view of a query string. Raises ConfigError for one that there is not."""
+    """Return the view of a query string. Raises ConfigError if there is no such view."""
     kind = (query.get("view") or ["all"])[0]
     names = tuple(dict.fromkeys(query.get("name") or ()))
     one = kind in ("experiment", "trial", "run")
@@ -335,16 +334,16 @@ def parse_view(query: Mapping[str, Sequence[str]]) -> View:
 
 
 def render_view(source: BoardSource, view: View) -> list[PageSection]:
-    """Return the sections of a view, its heading first; those without content are left out.
+    """Return the sections of a view, heading first, without empty ones.
 
-    Raises ConfigError where the source does not have what is asked for.
+    Raises ConfigError if the source does not have the requested item.
     """
     if view.kind == "all":
         found = _overview(source.overview())
     elif view.kind == "experiment":
         report = source.sweep(view.names[0], view.drawn)
         head = page.heading(report.title, report.status, report.subtitle)
-        # a trial's link, after the box that chooses it for a comparison
+        # a trial's link, after the checkbox for a comparison
         sections = sweep_sections(
             report,
             lambda name: [_box(name, f"choose {source.unit} {name}"), el("a", name, href=address(source.unit, name))],
@@ -368,7 +367,7 @@ def render_view(source: BoardSource, view: View) -> list[PageSection]:
 
 
 def address(kind: str, name: str) -> str:
-    """Return where the browser finds a view."""
+    """Return the URL of a view."""
     return f"#/{kind}/{quote(name, safe='')}"
 
 
@@ -379,7 +378,7 @@ def _box(name: str, said: str) -> Html:
 def _with_metric_choice(
     sections: Sequence[PageSection], names: Sequence[tuple[str, str]], drawn: tuple[str, str]
 ) -> list[PageSection]:
-    """Put a choice of the metric before the curves of all trials."""
+    """Add a metric selector before the curves of all trials."""
     if len(names) < 2:
         return list(sections)
     options = [
@@ -458,7 +457,7 @@ def _progress(done: float | None) -> Child:
     ]
 
 
-# The log: its lines come by themselves, as text.
+# The log: its lines are streamed separately, as text.
 
 _LOG = PageSection(
     "log",
@@ -475,7 +474,7 @@ _LOG = PageSection(
     ],
 )
 
-# Chosen trials or runs, over each other.
+# Selected trials or runs in the same charts.
 
 
 def _comparison(source: BoardSource, names: Sequence[str]) -> list[PageSection]:
@@ -491,7 +490,7 @@ def _comparison(source: BoardSource, names: Sequence[str]) -> list[PageSection]:
 
 
 def _overlays(reports: Mapping[str, RunReport]) -> Child:
-    """Return a chart for each metric that some run has, with a line for each run."""
+    """Return a chart per metric with a line per run that has it."""
     curves = {name: _curves(report) for name, report in reports.items()}
     metrics = dict.fromkeys(metric for own in curves.values() for metric in own)
     roles = {name: f"c{at}" for at, name in enumerate(curves)}
@@ -508,7 +507,7 @@ def _curves(report: RunReport) -> dict[str, Series]:
 
 
 def _differences(reports: Mapping[str, RunReport], unit: str) -> Child:
-    """Return a row for each run: state, metrics, memory and the values in which they differ."""
+    """Return a row per run: state, metrics, memory and the values that differ between runs."""
     metrics = dict.fromkeys(change.name for report in reports.values() for change in report.changes)
     points = {name: report.point() for name, report in reports.items()}
     axes = differing_axes(list(points.values()))

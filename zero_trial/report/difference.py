@@ -1,4 +1,4 @@
-"""Compare two runs: settings and code first, then the first step at which their values differ."""
+"""Compare two runs: settings and code, then the first step with different values."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from zero_trial.trial.runs.events import COUNTERS, is_finite, read_json, read_li
 from zero_trial.trial.runs.provenance import read_lock
 from zero_trial.trial.runs.run_layout import RunFolder
 
-# What is compared of one run: settings, provenance, data, and the values of every step.
+# The compared parts of a run: settings, provenance, data, and the values of every step.
 
 
 Value = float | str | None
 
 Steps = Mapping[int, Value]
 
-# the place of the folder does not matter; the provenance has code and versions
+# the path of the folder does not matter; the provenance has code and versions
 _NO_SETTINGS = ("data.zero_trial.model_dir", "data.zero_trial.versions.")
 
 
@@ -29,8 +29,7 @@ _NO_SETTINGS = ("data.zero_trial.model_dir", "data.zero_trial.versions.")
 class Trace:
     """Values by step.
 
-    ``local``: rank 0's own, which mean the same only where the ranks share the work in the same
-    way.
+    ``local``: rank 0's own values, comparable only if both runs divide the work in the same way.
     """
 
     name: str
@@ -43,8 +42,8 @@ class RunRecord:
     """One run.
 
     ``settings``: dotted key -> value. ``code``: file -> digest, None without provenance;
-    ``whole_code``: whether it is all of it, or the folder held more than is noted. ``data``: the
-    fingerprint that the trial gave when it ended, None if it did not.
+    ``whole_code``: False if the folder contained more files than were recorded. ``data``: the
+    fingerprint that the trial reported at its end, else None.
     """
 
     folder: Path
@@ -63,7 +62,7 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run, finished or not. Raises ConfigError if the folder has none."""
+    """Read a run, finished or not. Raises ConfigError if the folder contains no run."""
     check_is_run(folder)
     starts = _mappings(read_json(RunFolder(folder).provenance).get("starts"))
     latest: Mapping[str, Any] = starts[-1] if starts else {}
@@ -84,7 +83,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _settings(folder: Path, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the lock's settings and batch sizes; of a script's run, its provenance's."""
+    """Return settings and batch sizes from the lock; for a script, from the provenance."""
     path = RunFolder(folder).config_lock
     found = leaves(read_lock(read_text(path), path)) if path.is_file() else {}
     if not found:
@@ -95,8 +94,8 @@ def _settings(folder: Path, provenance: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _traces(folder: Path) -> list[Trace]:
-    """Return rank 0's own values of every step, what an event has of its last step, and what was
-    reported; a run that starts again from a step takes back its values of later steps."""
+    """Return rank 0's own values of every step, the values that events have for their last step,
+    and reported metrics. When a run restarts from a step, its values of later steps are removed."""
     own: dict[str, dict[int, Value]] = {}
     last: dict[str, dict[int, Value]] = {"lr": {}, "grad_norm": {}}
     validated: dict[str, dict[int, Value]] = {}
@@ -116,7 +115,7 @@ def _traces(folder: Path) -> list[Trace]:
                     steps[step] = _value(event[name])
         elif kind == "validation":
             _add(validated, event)
-    means: dict[str, dict[int, Value]] = {}  # a run that starts again removes its later reports
+    means: dict[str, dict[int, Value]] = {}  # a restarted run removes its later reports
     for report in read_lines(RunFolder(folder).metrics):
         if report.get("group") == "training":
             _add(means, report)
@@ -158,7 +157,7 @@ samples than rank 0 of the other."""
 
 @dataclass(frozen=True)
 class SettingChange:
-    """One key; ``ABSENT`` stands for a value that a run does not have."""
+    """One key; ``ABSENT`` marks a missing value."""
 
     key: str
     a: Any
@@ -167,11 +166,11 @@ class SettingChange:
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where two traces part: at ``step``, after ``equal`` compared steps of which ``before`` is the
-    last (None if there is none).
+    """The first difference of two traces: at ``step``, after ``equal`` equal steps, the last of
+    which is ``before`` (None if there is none).
 
-    ``largest`` is the largest difference over all common steps and ``at`` its step; None where a
-    value is not a number.
+    ``largest``: the largest difference over all common steps, at step ``at``; None if a value is
+    not a number.
     """
 
     step: int
@@ -188,7 +187,7 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class TraceComparison:
-    """A trace that both runs have: how many steps both have, and where it parts, if it does."""
+    """A trace of both runs: the number of common steps, and the first difference, if any."""
 
     name: str
     steps: int
@@ -197,9 +196,9 @@ class TraceComparison:
 
 @dataclass(frozen=True)
 class RunDifference:
-    """``notes``: what could not be compared, and why.
+    """``notes``: items that could not be compared, with the reason.
 
-    ``ends``: the last steps, where they are not the same.
+    ``ends``: the last steps, if they differ.
     """
 
     settings: tuple[SettingChange, ...]
@@ -212,19 +211,19 @@ class RunDifference:
 
     @property
     def first(self) -> TraceComparison | None:
-        """Return the trace that parts first."""
+        """Return the trace with the earliest difference."""
         parted = [(trace.parting.step, index) for index, trace in enumerate(self.traces) if trace.parting is not None]
         return self.traces[min(parted)[1]] if parted else None
 
     @property
     def same_origin(self) -> bool:
-        """Return whether settings, code and data agree. The machine does not count: runs may agree
-        on two machines, which is worth knowing."""
+        """Return whether settings, code and data agree. Ignores the machine: whether runs on two
+        machines agree is worth knowing."""
         return not (self.settings or self.code or self.data)
 
     @property
     def same_values(self) -> bool:
-        """Return whether all common steps agree, there is one, and both runs have as many steps."""
+        """Return whether both runs have equally many steps (at least one) and all steps agree."""
         return self.first is None and self.ends is None and bool(self.traces)
 
     @property
@@ -235,8 +234,8 @@ class RunDifference:
 def compare_runs(a: RunRecord, b: RunRecord, rtol: float = 0.0) -> RunDifference:
     """Compare two runs.
 
-    ``rtol``: values are equal if they differ by at most this part of the larger one; 0 compares
-    bits.
+    ``rtol``: values are equal if they differ by at most this fraction of the larger one; 0 requires
+    bit-identical values.
     """
     settings = changes(a.settings, b.settings)
     notes = [*_not_compared(a, b)]
@@ -314,7 +313,7 @@ def _equal(a: Value, b: Value, rtol: float) -> bool:
 
 
 def _gap(a: Value, b: Value) -> float | None:
-    """Return the distance of two finite numbers; None for anything else."""
+    """Return the absolute difference of two finite numbers; None for other values."""
     if isinstance(a, float) and isinstance(b, float) and math.isfinite(a) and math.isfinite(b):
         return abs(b - a)
     return None

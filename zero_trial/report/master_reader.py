@@ -1,5 +1,5 @@
 """Read the store of an embedded master, which may be running: an experiment and its trials as a
-sweep, one trial as a run, and what the board shows. Nothing is written."""
+sweep, a trial as a run, and data for the board. Never writes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from zero_trial.trial.runs.events import COUNTERS, ENGINE_GROUP, is_finite
 from zero_trial.util.files import signature
 from zero_trial.util.text import format_count, format_duration
 
-_FIRST_LINES = 500  # of a log, when it is opened
+_FIRST_LINES = 500  # of a log, when the page is opened
 
 _TONES = {
     ExperimentState.COMPLETED: Tone.GOOD,
@@ -68,7 +68,7 @@ _TONES = {
 
 
 class StoreSource:
-    """A master's store and logs, as the board shows them."""
+    """A master's store and logs as data for the board."""
 
     unit = "trial"
 
@@ -98,7 +98,7 @@ class StoreSource:
 
 
 def _lines(tail: logs.LogTail) -> Iterator[list[OutputLine]]:
-    """Yield the newest lines that the master has stored, then what has come since."""
+    """Yield the newest lines that the master has stored, then new lines."""
     fresh: Iterable[logs.LogLine] = reversed(list(islice(tail.newest_first(), _FIRST_LINES)))
     while True:
         yield [OutputLine(line.message, line.rank, line.time, line.level) for line in fresh]
@@ -131,10 +131,10 @@ def _row(experiment: Experiment) -> OverviewRow:
 def from_master_store(path: Path, experiment_id: int, drawn: tuple[str, str] | None = None) -> SweepReport:
     """Return the current state of the sweep.
 
-    Raises ConfigError if the store or the experiment is not there. Reads only.
+    Raises ConfigError if the store or the experiment does not exist. Reads only.
 
     Args:
-        drawn: group and name of the metric that the curves show, unless it is the searcher's.
+        drawn: group and name of the metric in the curves, unless it is the searcher's.
     """
     with reading(path) as connection:
         experiment = experiment_rows.get(connection, experiment_id)
@@ -157,7 +157,7 @@ def _read_experiment(
     metric, smaller = _goal(experiment)
     trials = trial_rows.of_experiment(connection, experiment.id, derived=True)
     shown = drawn or ("validation", metric)
-    # what trials are measured by: the searcher's time metric where that is what steps count
+    # the x axis: the searcher's time metric if rungs are counted in it
     asha = searcher.get("name") == "adaptive_asha"
     unit = str(searcher.get("time_metric") or "batches") if asha else "batches"
     ladders: tuple[BracketHistory, ...] = ()
@@ -221,7 +221,7 @@ def _read_experiment(
 
 
 def from_master_trial(path: Path, trial_id: int) -> RunReport:
-    """Return the current state of one trial. Raises ConfigError if it is not there. Reads only."""
+    """Return the current state of a trial. Raises ConfigError if it does not exist. Reads only."""
     with reading(path) as connection:
         trial = _trial(connection, trial_id)
         experiment = existing(experiment_rows.get(connection, trial.experiment_id), "its experiment")
@@ -299,14 +299,14 @@ _READ_AT_ONCE = 1000  # reports
 
 
 def _curves(connection: sqlite3.Connection, trial: Trial, group: str, only: str | None = None) -> dict[str, Curve]:
-    """Return the metrics of a group by name, or ``only`` one of them."""
+    """Return the metrics of a group by name, or just ``only``."""
     rows = connection.execute(
         "SELECT steps, metrics FROM metrics WHERE trial_id = ? AND grp = ? AND archived = 0 AND steps IS NOT NULL "
         "ORDER BY steps, id",
         (trial.id, group),
     )
     found: defaultdict[str, tuple[array[float], array[float]]] = defaultdict(lambda: (array("d"), array("d")))
-    # One text of a page is read in half of the time; one of all would keep other threads waiting.
+    # Parsing a page at once halves the time; parsing everything at once would block other threads.
     while page := rows.fetchmany(_READ_AT_ONCE):
         reports = loads(f"[{','.join(text for _, text in page)}]")
         for (step, _), values in zip(page, reports, strict=True):
@@ -318,8 +318,8 @@ def _curves(connection: sqlite3.Connection, trial: Trial, group: str, only: str 
 
 
 def _measured(connection: sqlite3.Connection, experiment: Experiment, unit: str) -> Iterator[Measured]:
-    """Yield the validations of all trials in the order in which they came to the search, each with
-    the units that its trial had trained, and the metric, or NaN."""
+    """Yield the validations of all trials in the order in which the search received them, each with
+    the units that the trial had trained, and the metric or NaN."""
     metric, _ = _goal(experiment)
     rows = connection.execute(
         "SELECT t.request_id, m.metrics FROM trials t JOIN metrics m ON m.trial_id = t.id AND m.grp = 'validation' "
@@ -336,8 +336,8 @@ _PACE = "FROM metrics WHERE trial_id = ? AND grp = 'training' AND archived = 0 A
 
 
 def _pace(connection: sqlite3.Connection, trial: Trial) -> float | None:
-    """Return the steps per second between the training reports of the trial's newest run,
-    validations and saves between them included; None with fewer than two."""
+    """Return the steps per second between the training reports of the trial's newest run, including
+    validations and saves; None with fewer than two reports."""
     last = connection.execute(
         f"SELECT steps, reported, run_id {_PACE} ORDER BY steps DESC, id DESC LIMIT 1", (trial.id,)
     ).fetchone()
@@ -366,7 +366,7 @@ def _facts(experiment: Experiment) -> tuple[tuple[str, str], ...]:
 
 
 def _best(experiment: Experiment, winner: Trial, value: float, files: Mapping[str, bytes]) -> BestConfig:
-    """Return the winner's point as an experiment, with the sweep's ds_config written out."""
+    """Return the best trial's point as an experiment, with the sweep's ds_config written out."""
     ds_config = None
     name = ds_config_file(experiment.config, winner.hparams)
     if name is not None and "ds_config" in (experiment.config.get("data") or {}) and normpath(name) in files:
@@ -377,13 +377,13 @@ def _best(experiment: Experiment, winner: Trial, value: float, files: Mapping[st
 
 
 def _as_submitted(experiment: Experiment) -> Mapping[str, Any]:
-    """Return what the user wrote, with the completed searcher."""
+    """Return the user's configuration, with the completed searcher."""
     config = experiment.config
     try:
         written = read_yaml(experiment.original_config, "the submitted experiment").value
     except ConfigError:
         return config
-    # the data as the trials got it: older masters took the names y and n for text
+    # the data as trials received it: older masters read the names y and n as text
     data = {"data": config.get("data")} if "data" in written else {}
     return {**written, **data, "searcher": config.get("searcher") or {}}
 
@@ -413,16 +413,16 @@ def _trial_status(trial: Trial) -> Status:
 
 
 def _experiment_status(found: Experiment | Trial) -> Status:
-    """Return the state of an experiment, as it is shown."""
+    """Return the displayed state of an experiment."""
     word = (found.shown_state or found.state.value).lower().replace("_", " ")
     return Status(word, _TONES.get(found.state, Tone.BUSY))
 
 
-# Why a search stopped a trial: its brackets replayed, validation by validation, with the search's
+# Why a search stopped a trial: replays its brackets, validation by validation, with the search's
 # own rules.
 #
-# A search stores the rungs and not what it saw when it decided; its decisions follow from the order
-# of validations.
+# A search stores rungs but not the state at each decision; its decisions follow from the order of
+# validations.
 
 
 Measured = tuple[str, float, float]
@@ -433,10 +433,10 @@ reported."""
 def bracket_histories(
     config: Mapping[str, Any], snapshot: Mapping[str, Any], measured: Iterable[Measured], names: Mapping[str, str]
 ) -> tuple[BracketHistory, ...]:
-    """Return the brackets of an adaptive_asha search with their decisions; nothing for another
-    search, or a snapshot that is not one.
+    """Return the brackets of an adaptive_asha search with their decisions; () for another search or
+    an invalid snapshot.
 
-    ``names``: what each request id is called on the page.
+    ``names``: request id -> name on the page.
     """
     try:
         search = restore(config["searcher"], config.get("hyperparameters") or {}, snapshot)
@@ -476,7 +476,7 @@ def _replayed(
 
 
 def _verdict(bracket: Bracket, index: int, request_id: str, *, ends: bool) -> tuple[RungOutcome, str]:
-    """Return what a rung decided about a trial that it has just measured, and why."""
+    """Return a rung's decision about a trial that it has just measured, and the reason."""
     entries = [entry for _, entry in bracket.rungs[index].entries]
     rank, count = ordinal(1 + entries.index(request_id)), len(entries)
     if index == len(bracket.rungs) - 1:
@@ -497,14 +497,14 @@ def ordinal(number: int) -> str:
     return f"{number}{ending}"
 
 
-# The best point of a sweep as an experiment that runs: the sweep's configuration with one value for
+# The best point of a sweep as a runnable experiment: the sweep's configuration with a value for
 # each range.
 
 
 _KEPT_OF_SEARCHER = ("metric", "smaller_is_better")
 
 
-# of the sweep, not of its best point
+# keys of the sweep, not of its best point
 _DROPPED = ("project", "workspace", "checkpoint_policy", "labels")
 
 
@@ -513,9 +513,9 @@ def best_experiment(
 ) -> dict[str, Any]:
     """Return the sweep's configuration with the searcher ``single`` and constant hyperparameters.
 
-    ``ds_config`` replaces a file that is named.
+    ``ds_config`` replaces the name of a file.
 
-    Pure; ``config`` is left as it is.
+    Pure; does not change ``config``.
     """
     found = {key: copy.deepcopy(value) for key, value in config.items() if key not in _DROPPED}
     searcher = config.get("searcher") or {}
@@ -533,8 +533,8 @@ def best_experiment(
 
 
 def as_hyperparameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return plain values as an experiment may hold them: a mapping with a key ``type`` would be
-    read as a range, so it becomes a const."""
+    """Return plain values as an experiment's hyperparameters. A mapping with a key ``type`` would
+    be read as a range, so it becomes a const."""
 
     def written(value: Any) -> Any:
         if not isinstance(value, Mapping):
@@ -547,7 +547,7 @@ def as_hyperparameters(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _length(searcher: Mapping[str, Any]) -> Any:
-    """Return a whole training, as the searcher states it."""
+    """Return the length of a full training from the searcher."""
     if searcher.get("max_time") is not None and searcher.get("time_metric"):
         return {str(searcher["time_metric"]): searcher["max_time"]}
     return copy.deepcopy(searcher.get("max_length"))

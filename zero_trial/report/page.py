@@ -1,4 +1,4 @@
-"""HTML that is escaped by construction: only this module's output counts as markup."""
+"""HTML that is escaped by construction: only output of this module is treated as markup."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ VOID = frozenset({"meta", "input", "wbr", "link"})
 
 
 class Html(str):
-    """Text that is markup already."""
+    """Text that is already markup."""
 
     __slots__ = ()
 
 
 Child = object  # Html, text, a number, None, or an iterable of these
 
-# Darkest first: what outlives a step, then what comes and goes.
+# Darkest first: persistent parts, then those that live within a step.
 PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 
 
 def el(tag: str, *children: Child, **attributes: Any) -> Html:
     """Return an element.
 
-    Underscores in attribute names are hyphens and one at the end is dropped (``class_``,
+    Converts underscores in attribute names to hyphens and drops a trailing one (``class_``,
     ``aria_label``).
 
-    An attribute that is None or False is left out; True is written without a value.
+    Omits attributes that are None or False; writes True without a value.
     """
     head = f"<{tag}{''.join(_attribute(name, value) for name, value in attributes.items())}>"
     return Html(head if tag in VOID else f"{head}{join(children)}</{tag}>")
 
 
 def join(children: Child) -> Html:
-    """Return children end to end, each escaped unless it is markup."""
+    """Return the concatenated children; escape all that are not markup."""
     if children is None or children is False:
         return Html("")
     if isinstance(children, Html):
@@ -52,14 +52,14 @@ def join(children: Child) -> Html:
 
 
 def json_data(value: Any) -> Html:
-    """Return JSON in a script element, which nothing in it can end."""
+    """Return JSON in a script element, escaped so that the content cannot close the element."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     text = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return Html(f'<script type="application/json">{text}</script>')
 
 
 def _printable(text: str) -> str:
-    """Replace control characters by their pictures, and lone surrogates by a question mark."""
+    """Replace control characters with visible symbols, and unpaired surrogates with "?"."""
     shown = "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text)
     return shown.encode("utf-8", "replace").decode("utf-8")
 
@@ -71,17 +71,16 @@ def _attribute(name: str, value: Any) -> str:
     return f" {spelled}" if value is True else f' {spelled}="{escape(_printable(str(value)), quote=True)}"'
 
 
-# The page around a report: one HTML document with its style and script inside, which may load
-# nothing from anywhere.
+# The page around a report: one self-contained HTML document that loads nothing.
 
 
-# The browser itself refuses whatever would be loaded, if something of that kind is in the page.
+# The browser blocks all loads, even if the page contained any.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 @dataclass(frozen=True)
 class PageSection:
-    """A part of a page: its anchor, its heading (empty for none) and what is in it."""
+    """A part of a page: its anchor, its heading (may be empty) and its content."""
 
     anchor: str
     title: str
@@ -93,12 +92,12 @@ class PageSection:
 
 
 def breakable(name: str) -> Html:
-    """Return a name that may be broken at its dots and underscores, not within a word."""
+    """Return a name that can wrap at its dots and underscores, not within a word."""
     return join([[part, el("wbr")] for part in re.findall(r"[^._]*[._]|[^._]+", name)])
 
 
 def document(title: str, head: Html, sections: Sequence[PageSection], created: str) -> str:
-    """Return a whole page; sections without content are left out."""
+    """Return a whole page; omit empty sections."""
     shown = [section for section in sections if section.content]
     links = [el("a", section.title, href=f"#{section.anchor}") for section in shown if section.title]
     body = [
@@ -123,12 +122,12 @@ def heading(title: str, status: Status, subtitle: str) -> Html:
 
 
 def state(status: Status) -> Html:
-    """Return a state as a word with a mark, whose form differs too."""
+    """Return a state as a word and a mark; marks differ in shape, not only in color."""
     return el("span", status.word, class_=f"state {status.tone.value}")
 
 
 def figures(items: Iterable[tuple[str, str, str]]) -> Html:
-    """Return large numbers: name, value and a remark each; the first is larger."""
+    """Return large numbers, each with name, value and remark; the first is larger."""
     parts = [
         el(
             "div",
@@ -142,32 +141,32 @@ def figures(items: Iterable[tuple[str, str, str]]) -> Html:
 
 
 def facts(items: Iterable[tuple[str, str]], kind: str = "facts") -> Html | None:
-    """Return small facts in a row; None without any."""
+    """Return small facts in a row; None if there are none."""
     parts = [el("div", el("dt", breakable(name)), el("dd", value)) for name, value in items]
     return el("dl", parts, class_=kind) if parts else None
 
 
 def command(text: str) -> Html:
-    """Return a command to copy."""
+    """Return a command with a copy button."""
     return el(
         "div", el("code", text), el("button", "Copy", type="button", class_="copy needs-script"), class_="command"
     )
 
 
 def table(columns: Iterable[tuple[Child, str | None]], rows: Child, **attributes: Any) -> Html:
-    """Return a table of rows; of each column, its name and its class."""
+    """Return a table of rows. ``columns``: name and class of each column."""
     head = el("tr", [el("th", name, scope="col", class_=kind) for name, kind in columns])
     return el("table", el("thead", head), el("tbody", rows), **attributes)
 
 
 def scrolling(content: Child, label: str) -> Html:
-    """Return content that may be wider than the screen and then scrolls by itself, by keys too."""
+    """Return content that scrolls separately if it is wider than the screen, also with keys."""
     return el("div", content, class_="wide", tabindex=0, role="region", aria_label=label)
 
 
 def page_head(title: str, policy: str = _POLICY, more_styles: str = "") -> Html:
-    """Return the head of a page that loads nothing. ``policy``: what its browser may run and load;
-    ``more_styles``: after those that every page has."""
+    """Return the head of a page that loads nothing. ``policy``: what the browser may run and load;
+    ``more_styles``: styles added to those of every page."""
     return el(
         "head",
         el("meta", charset="utf-8"),
@@ -181,12 +180,12 @@ def page_head(title: str, policy: str = _POLICY, more_styles: str = "") -> Html:
 
 
 def asset(name: str) -> str:
-    """Return a style or a script that is shipped with the reports."""
+    """Return a style sheet or script that is shipped with the reports."""
     return resources.files("zero_trial.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def memory_view(memory: Memory) -> Html | None:
-    """Return the planned parts and the planned and measured peaks as bars of one scale, with
+    """Return bars of the planned parts and of the planned and measured peaks on one scale, with
     remarks; None if nothing is known."""
     if memory.planned is None and memory.measured is None and not memory.processes:
         return None
@@ -202,7 +201,7 @@ def memory_view(memory: Memory) -> Html | None:
 
 
 def bar(value: float | None, widest: float, text: str) -> Child:
-    """Return a number with a bar under it; the text alone for None."""
+    """Return a number with a bar under it; just the text if ``value`` is None."""
     if value is None or widest <= 0:
         return text
     return [text, el("span", el("i", style=f"--w:{min(value / widest, 1):.4g}"), class_="bar", aria_hidden="true")]
@@ -213,8 +212,8 @@ def _parts(memory: Memory) -> Mapping[str, int]:
 
 
 def _stack(parts: Mapping[str, int], peak: int, widest: int) -> Html:
-    """Return the parts as one bar. They do not all live at once: if they sum to more than the peak,
-    they are drawn in proportion within it."""
+    """Return the parts as one bar. Not all parts exist at the same time: if their sum exceeds the
+    peak, they are scaled down to it."""
     total = max(sum(parts.values()), peak)
     cells = [
         el(

@@ -1,9 +1,9 @@
-"""Scales, the one frame of every chart, and the chart of lines.
+"""Scales, the shared frame of all charts, and the line chart.
 
 A chart is a function that computes shapes and labels and returns ``frame(...)``. Drawings are SVG
-that is stretched to its box (strokes are not); labels are HTML at percentages of it, so they keep
-one size at any width and need no script. A new chart is such a function, a line in the page that
-shows it and, where it looks new, a rule in page.css.
+stretched to the box (without strokes). Labels are HTML positioned in percent, so their size is the
+same at any width and they need no script. To add a chart, write such a function, call it in the
+page and, if needed, add a rule to page.css.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from zero_trial.report.page import Child, Html, el, json_data
 from zero_trial.report.report_data import Axis, Series, thinned
 from zero_trial.util.text import format_count, format_number, format_value, shorten
 
-# values that are further apart than this get a logarithmic scale
+# a larger ratio of values gets a logarithmic scale
 _LOG_RATIO = 50.0
 
 
 @dataclass(frozen=True)
 class Tick:
-    """A label at a place."""
+    """A label at a position."""
 
     at: float
     label: str
@@ -31,7 +31,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Scale:
-    """``low`` is at 0 and ``high`` at 1; ``choices`` are at equal distances."""
+    """``low`` is at 0 and ``high`` at 1; ``choices`` are evenly spaced."""
 
     low: float = 0.0
     high: float = 1.0
@@ -39,7 +39,7 @@ class Scale:
     choices: tuple[str, ...] = ()
 
     def place(self, value: Any) -> float | None:
-        """Return where a value is, cut to [0, 1]; None for one that is not on the scale."""
+        """Return the position of a value, clamped to [0, 1]; None if it is not on the scale."""
         if self.choices:
             return self._of_choice(format_value(value))
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -63,14 +63,14 @@ class Scale:
             return None
         if len(self.choices) == 1:
             return 0.5
-        # Not at the very ends, where handles and other labels are.
+        # Keep away from the ends, where handles and other labels are.
         return 0.06 + 0.88 * self.choices.index(name) / (len(self.choices) - 1)
 
 
 def fit(values: Iterable[float], *, log: bool | None = None, margin: float = 0.04) -> Scale:
-    """Return the scale that shows all values with a little air.
+    """Return a scale that shows all values with a small margin.
 
-    ``log`` None: logarithmic where they are positive and far apart.
+    ``log`` None: logarithmic if the values are positive and far apart.
     """
     found = [value for value in values if math.isfinite(value)]
     if not found:
@@ -86,7 +86,7 @@ def fit(values: Iterable[float], *, log: bool | None = None, margin: float = 0.0
 
 
 def fit_axis(axis: Axis, values: Sequence[Any]) -> Scale:
-    """Return the scale of a swept leaf over the values that it took."""
+    """Return the scale of a swept leaf for its values."""
     numbers = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
     if axis.choices or len(numbers) < len(values):
         extra = sorted({format_value(value) for value in values} - set(axis.choices))
@@ -120,8 +120,8 @@ _SMOOTHING = 0.4
 
 @dataclass(frozen=True)
 class Line:
-    """A series with its look: ``role`` is a class of the style sheet; ``smooth`` draws a running
-    mean over the raw values; ``dots`` marks each."""
+    """A series and its style: ``role`` is a class of the style sheet; ``smooth`` adds a running
+    mean over the raw values; ``dots`` marks each value."""
 
     series: Series
     role: str
@@ -146,16 +146,15 @@ def frame(
     """Return the figure around a chart.
 
     Args:
-        shapes: SVG paths in the drawing's own coordinates, 0 to BOX, which are stretched to the
-            figure's width.
+        shapes: SVG paths in the drawing's own coordinates (0 to BOX), stretched to the figure.
         labels: tick labels, placed in percent of the drawing (``x_labels``, ``y_labels``).
-        caption: content of the figcaption; None leaves it out.
+        caption: content of the figcaption; None for no caption.
         overlay: HTML over the drawing, such as buttons.
-        said: the chart in words, for readers who do not see it; empty hides the drawing from them.
-        keys: what the arrow keys do in it; empty takes it out of the keyboard's order.
+        said: a text description for screen readers; empty hides the drawing from them.
+        keys: description of the arrow keys' effect; empty removes the chart from the tab order.
         size: ``tall``, or nothing.
-        data: what the page's script needs.
-        kind: classes of the figure beside ``chart``; page.js finds its charts by them.
+        data: data for the page's script.
+        kind: classes of the figure in addition to ``chart``; page.js finds charts by class.
         style: CSS properties of the figure.
     """
     spoken = {"role": "img", "aria_label": said} if said else {"aria_hidden": "true"}
@@ -168,13 +167,13 @@ def frame(
 
 
 def x_labels(ticks: Iterable[Tick], name: str) -> list[Html]:
-    """Return labels below the drawing, and what they count."""
+    """Return labels below the drawing, and the name of the axis."""
     below = [el("span", tick.label, class_="x", style=f"left:{100 * tick.at:.4g}%") for tick in ticks]
     return [*below, el("span", name, class_="x-label")]
 
 
 def y_labels(ticks: Iterable[Tick]) -> list[Html]:
-    """Return labels beside the drawing; a tick at 1 is at the top."""
+    """Return labels left of the drawing; a tick at 1 is at the top."""
     return [el("span", tick.label, class_="y", style=f"top:{100 * (1 - tick.at):.4g}%") for tick in ticks]
 
 
@@ -184,8 +183,8 @@ def grid_lines(ticks: Iterable[Tick]) -> list[Html]:
 
 
 def line_chart(title: str, lines: Sequence[Line]) -> Html:
-    """Return a chart of lines over steps. A speed is drawn from 0 on; a chart with a smoothed line
-    is tall, with a slider for the smoothing."""
+    """Return a chart of lines over steps. Speeds start at 0; a chart with a smoothed line is tall,
+    with a slider for the smoothing."""
     title = shorten(title)
     shown = [replace(line, series=thinned(line.series), label=shorten(line.label)) for line in lines]
     zero = [0.0] if title.endswith("per second") else []
@@ -209,7 +208,7 @@ def line_chart(title: str, lines: Sequence[Line]) -> Html:
 
 
 def log_word(scale: Scale) -> Child:
-    """Return the words beside a title that say that the scale is logarithmic."""
+    """Return the note next to a title that the scale is logarithmic; None if it is linear."""
     return el("small", "logarithmic") if scale.log else None
 
 
@@ -248,7 +247,7 @@ Place = tuple[str, str]
 
 
 def placed(steps: Sequence[float], values: Sequence[float], x: Scale, y: Scale) -> list[Place]:
-    """Return where the values are drawn; those that are on no scale are left out."""
+    """Return the positions of the values; skip values that are not on the scales."""
     return [
         (f"{BOX * across:.5g}", f"{BOX * (1 - up):.5g}")
         for step, value in zip(steps, values, strict=True)
@@ -267,8 +266,8 @@ def dots_path(places: Sequence[Place]) -> str:
 
 
 def _legend(lines: Sequence[Line]) -> Html:
-    """Return what each line is, with its last value as it was reported. The line of a smoothed
-    series is another one than that of its values."""
+    """Return the name of each line with its last reported value. A smoothed series has two lines:
+    the mean and the values."""
     items = []
     for line in lines:
         series = line.series
@@ -282,7 +281,7 @@ def _legend(lines: Sequence[Line]) -> Html:
 
 
 def _behind(lines: Sequence[Line], x: Scale, y: Scale) -> dict[str, object]:
-    """Return what the script needs to answer a pointer."""
+    """Return the data that the script needs to react to the pointer."""
     return {
         "x": [x.low, x.high],
         "y": [y.low, y.high],
@@ -301,7 +300,7 @@ def _behind(lines: Sequence[Line], x: Scale, y: Scale) -> dict[str, object]:
 
 
 def _spoken(title: str, lines: Sequence[Line]) -> str:
-    """Return the chart in words, for screen readers."""
+    """Return a text description of the chart for screen readers."""
     said = [
         f"{line.label} from {format_number(line.series.values[0])} to {format_number(line.series.values[-1])} in {len(line.series)} points"
         for line in lines

@@ -1,4 +1,4 @@
-"""What pages show, as frozen values: one run, a sweep with its trials and decisions, the board's
+"""The data of pages, as frozen values: a run, a sweep with its trials and decisions, the board's
 overview; and the curves that readers collect and charts draw."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_POINTS = 600
 
 
 class Tone(str, Enum):
-    """How a state is drawn: it went well, is under way, was ended on purpose, or went wrong."""
+    """The look of a state: succeeded, in progress, ended intentionally, or failed."""
 
     GOOD = "good"
     BUSY = "busy"
@@ -40,10 +40,10 @@ class Status:
 
 @dataclass(frozen=True)
 class Series:
-    """A named quantity over steps, both of one length; only finite values, steps rise.
+    """A named quantity over steps (same length): finite values at increasing steps.
 
-    ``low`` and ``high``: between which single values are that a value is the mean of; empty where
-    there are none. ``last``: the last value, where the last of ``values`` is a mean of several.
+    ``low`` and ``high``: bounds of the single values that each value averages; empty if there are
+    none. ``last``: the last single value, if the last of ``values`` is a mean.
     """
 
     name: str
@@ -61,8 +61,7 @@ class Series:
 class Memory:
     """Bytes on rank 0.
 
-    ``parts`` of the plan by name; ``processes`` is what each rank's process or device held at its
-    peak.
+    ``parts`` of the plan by name; ``processes``: peak of each rank's process or device.
     """
 
     parts: Mapping[str, int] = field(default_factory=dict)
@@ -74,7 +73,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Setting:
-    """One ds_config value, its source, and a remark; ``given``: it was written or filled in."""
+    """One ds_config value, its source, and a remark; ``given``: not a default."""
 
     key: str
     value: Any
@@ -85,7 +84,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """A checkpoint that was written; ``kept`` if it is still there."""
+    """A checkpoint; ``kept`` if it still exists."""
 
     step: int
     name: str
@@ -108,8 +107,8 @@ class MetricChange:
 class RunReport:
     """One run, or one trial of an experiment.
 
-    Series that were not recorded are empty; ``facts`` are name and value in the order to show them.
-    ``config`` is the experiment in the lock, or of a trial its hyperparameters.
+    Series that were not recorded are empty; ``facts`` are name-value pairs in display order.
+    ``config``: the experiment in the lock, or a trial's hyperparameters.
     """
 
     title: str
@@ -136,12 +135,12 @@ class RunReport:
 
     @property
     def steps(self) -> tuple[int, int | None]:
-        """Return the steps that are done, and of how many, if that is known."""
+        """Return the completed steps, and the total if known."""
         done, _, total = dict(self.facts).get("steps", "").partition(" of ")
         return int(done) if done.isdigit() else 0, int(total) if total.isdigit() else None
 
     def point(self) -> dict[str, Any]:
-        """Return the values of the configuration by dotted name, by which two runs can differ."""
+        """Return the configuration's values by dotted name, for comparing runs."""
         found = leaves({name: self.config[name] for name in _SECTIONS if isinstance(self.config.get(name), Mapping)})
         return {name: value for name, value in found.items() if not name.startswith(_OF_THE_LOCK)}
 
@@ -154,8 +153,7 @@ _OF_THE_LOCK = "data.zero_trial."
 class TrialReport:
     """One point of a sweep.
 
-    ``point``: the swept values by dotted name. ``best`` is the searcher's metric as it was
-    reported.
+    ``point``: the swept values by dotted name. ``best``: the searcher's metric as reported.
     """
 
     id: str
@@ -174,7 +172,7 @@ class TrialReport:
 
 
 class RungOutcome(str, Enum):
-    """What the search decided about a trial."""
+    """A decision of the search about a trial."""
 
     WENT_ON = "went on"
     STOPPED = "stopped"
@@ -183,7 +181,7 @@ class RungOutcome(str, Enum):
 
 @dataclass(frozen=True)
 class RungDecision:
-    """One decision of the search: when (in units of training) and why, in a sentence."""
+    """One decision of the search: its time (in units of training) and reason (a sentence)."""
 
     trial: str
     verdict: RungOutcome
@@ -214,7 +212,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class BestConfig:
-    """The winner as the text of best.yaml, which runs by itself."""
+    """The best trial as the text of best.yaml, which can be run as is."""
 
     trial: str
     metric: float
@@ -225,9 +223,9 @@ class BestConfig:
 class SweepReport:
     """A search and all its trials.
 
-    ``drawn``: what the trials' curves are of, if that is not ``metric``.
-    ``pruned``: reasons why points were never launched, with how often. ``notes``: warnings about
-    the best, such as a learning rate of its point that its scheduler has replaced.
+    ``drawn``: the metric of the trials' curves, if not ``metric``. ``pruned``: reasons why points
+    were never launched, with counts. ``notes``: warnings about the best trial, such as a learning
+    rate that its scheduler overrides.
     """
 
     title: str
@@ -247,10 +245,10 @@ class SweepReport:
     facts: tuple[tuple[str, str], ...] = ()
     created: str = ""
     drawn: str = ""
-    metrics: tuple[tuple[str, str], ...] = ()  # group and name of all that the curves can be of
+    metrics: tuple[tuple[str, str], ...] = ()  # group and name of all metrics that the curves can show
 
     def ranked(self) -> tuple[TrialReport, ...]:
-        """Return trials with a metric, the best first."""
+        """Return trials with a metric, best first."""
         measured = [trial for trial in self.trials if trial.best is not None]
         sign = 1.0 if self.smaller_is_better else -1.0
         return tuple(sorted(measured, key=lambda trial: sign * (trial.best or 0.0)))
@@ -264,8 +262,8 @@ class OverviewRow:
     """One experiment, or one run of a folder.
 
     Args:
-        done: the share of its training that is done; None if that is not known.
-        best: the searcher's metric, as it was reported.
+        done: the completed fraction of the training; None if unknown.
+        best: the searcher's metric, as reported.
         started: seconds since the epoch.
     """
 
@@ -282,7 +280,7 @@ class OverviewRow:
 
 @dataclass(frozen=True)
 class Overview:
-    """All there is; ``begin`` is a command for the case that there is nothing."""
+    """All rows; ``begin`` is a command to show if there are none."""
 
     title: str
     subtitle: str
@@ -293,7 +291,7 @@ class Overview:
 
 @dataclass(frozen=True)
 class OutputLine:
-    """A line of output, with its rank and time where they are known."""
+    """A line of output, with its rank and time if known."""
 
     text: str
     rank: int | None = None
@@ -301,18 +299,18 @@ class OutputLine:
     level: str = ""
 
 
-# Curves: a quantity over steps, and its mean, lowest and highest value in each pixel of a drawing.
+# Curves: a quantity over steps, with mean, minimum and maximum per pixel of a drawing.
 
 
 class Curve:
-    """Collects values by step, each with the bounds of the single steps that it is the mean of.
+    """Collects values by step, each with the bounds of the single steps that it averages.
 
-    Values come in any order; of two at one step the later one counts. What is not a finite number
-    is left out.
+    Values can arrive in any order; the later of two values at one step wins. Skips values that are
+    not finite.
     """
 
     def __init__(self, steps: Iterable[float] = (), values: Iterable[float] = ()) -> None:
-        """``steps`` and ``values``, all finite, are the first ones."""
+        """Start with ``steps`` and ``values``, all finite."""
         self._steps, self._values = array("d", steps), array("d", values)
         self._low, self._high = array("d", self._values), array("d", self._values)
         self._in_order, self._bounded = False, False
@@ -322,7 +320,7 @@ class Curve:
         return len(self._steps)
 
     def add(self, step: Any, value: Any, single: Sequence[float] = ()) -> None:
-        """Add a value, the mean of ``single`` ones if those are several."""
+        """Add a value, which is the mean of ``single`` if that has several values."""
         if is_finite(step) and is_finite(value):
             single = single if len(single) > 1 else ()
             self._in_order, self._bounded = False, self._bounded or bool(single)
@@ -332,8 +330,8 @@ class Curve:
             self._high.append(max((*single, value)))
 
     def _sort(self) -> None:
-        """Bring the values into the order of their steps. It is done before a read and not at each
-        value: a file in reverse order would take quadratic time."""
+        """Sort the values by step. Called before a read, not for each value: a file in reverse
+        order would take quadratic time."""
         if not self._in_order and any(step >= after for step, after in pairwise(self._steps)):
             last = {step: at for at, step in enumerate(self._steps)}
             order = [last[step] for step in sorted(last)]
@@ -342,24 +340,24 @@ class Curve:
         self._in_order = True
 
     def rewind(self, step: float) -> None:
-        """Remove what is beyond ``step``: a run that starts there again takes it back."""
+        """Remove values after ``step``, from which a run restarts."""
         self._sort()
         end = bisect_right(self._steps, step)
         for column in (self._steps, self._values, self._low, self._high):
             del column[end:]
 
     def ends(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Return step and value of the first and of the last; there must be one."""
+        """Return step and value of the first and last point; the curve must not be empty."""
         self._sort()
         return (self._steps[0], self._values[0]), (self._steps[-1], self._values[-1])
 
     def best(self, smaller: bool) -> float | None:
-        """Return the lowest or the highest value; None if there is none."""
-        self._sort()  # of two at one step the later counts
+        """Return the lowest or highest value; None if the curve is empty."""
+        self._sort()  # drops the earlier of two values at one step
         return (min if smaller else max)(self._values, default=None)
 
     def series(self, name: str, most: int = MOST_POINTS) -> Series:
-        """Return what is drawn: every value, or of many the mean and the bounds in each pixel."""
+        """Return the points to draw: every value, or if too many, mean and bounds per pixel."""
         self._sort()
         every = Series(name, self._steps, self._values, *((self._low, self._high) if self._bounded else ()))
         if len(every) > most:
@@ -369,7 +367,7 @@ class Curve:
 
 
 def thinned(series: Series, most: int = MOST_POINTS) -> Series:
-    """Return at most ``most`` points, each the mean, the lowest and the highest of a pixel."""
+    """Return at most ``most`` points, each with mean, minimum and maximum of a pixel."""
     if len(series) <= most:
         return series
     steps, values = series.steps, series.values
@@ -389,7 +387,7 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
 
 
 def most_of_each(lines: int) -> int:
-    """Return the points of each line where ``lines`` are drawn over each other."""
+    """Return the maximum number of points per line for a chart of ``lines`` lines."""
     return min(MOST_POINTS, max(120, 24_000 // max(lines, 1)))
 
 
@@ -421,7 +419,7 @@ def swept_axes(hyperparameters: Mapping[str, Any]) -> tuple[Axis, ...]:
 
 
 def differing_axes(points: Sequence[Mapping[str, Any]]) -> tuple[Axis, ...]:
-    """Return one axis per leaf that differs; few numbers, or anything else, are choices."""
+    """Return one axis per leaf that differs; few numbers, and all other types, become choices."""
     names = dict.fromkeys(name for point in points for name in point)
     found = []
     for name in names:
@@ -455,7 +453,7 @@ def format_time(seconds: float) -> str:
     try:
         return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):
-        return "at an unknown time"  # no year of the calendar
+        return "at an unknown time"  # outside the calendar
 
 
 BEST_FILE = "best.yaml"
@@ -463,9 +461,9 @@ BEST_COMMAND = f"zero-trial run {BEST_FILE} MODEL_DIR"
 
 
 def as_yaml(experiment_yaml: Mapping[str, Any], what: str) -> str:
-    """Return the experiment as a file, under a line that says what it is and how it runs.
+    """Return the experiment as YAML text, after a comment with its purpose and run command.
 
-    Floats are written so that every YAML reader takes them for numbers.
+    Writes floats so that every YAML reader reads them as numbers.
     """
     head = " ".join(f"{what}: {BEST_COMMAND}".split())
     return f"# {head}\n" + write_yaml(experiment_yaml, width=100)

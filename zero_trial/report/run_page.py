@@ -13,13 +13,13 @@ from zero_trial.util.text import format_bytes, format_number, format_value
 
 
 def render_run(report: RunReport) -> str:
-    """Return the whole document. Every name and value is escaped: they may come from a stranger."""
+    """Return the whole document. Escapes every name and value, because they are untrusted."""
     head = page.heading(report.title, report.status, report.subtitle)
     return page.document(f"{report.title} · zero-trial", head, run_sections(report), report.created)
 
 
 def run_sections(report: RunReport) -> list[PageSection]:
-    """Return the parts of the page; those of which nothing is known are empty."""
+    """Return the sections of the page; sections without data are empty."""
     return [
         PageSection("summary", "", _summary(report)),
         PageSection("curves", "Curves", _curves(report)),
@@ -99,7 +99,7 @@ def _folded(summary: str, content: Child) -> Html:
 
 
 def _checkpoints(report: RunReport) -> Child:
-    """Return the checkpoints that are there; the removed ones are folded if they are many."""
+    """Return the existing checkpoints; removed ones are collapsed if they are many."""
     kept = [saved for saved in report.checkpoints if saved.kept]
     gone = [saved for saved in report.checkpoints if not saved.kept]
     if not gone or len(report.checkpoints) <= 6:

@@ -1,4 +1,4 @@
-"""Read the folder of one run; a folder of runs as a sweep, and for the board."""
+"""Read the folder of a run, or a folder of runs as a sweep and for the board."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ Found = TypeVar("Found")
 
 _MOST_BYTES = 256 << 20  # of events.jsonl
 _MOST_LOCK = 1 << 20  # bytes
-_FIRST_BYTES = 128 * 1024  # of a log, when it is opened
+_FIRST_BYTES = 128 * 1024  # of a log, when the page is opened
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a run has written into this folder, or may have: the folder cannot be read."""
+    """Return whether this folder is, or (if unreadable) may be, the folder of a run."""
     files = RunFolder(folder)
     try:
         return any(path.is_file() for path in (files.events, files.metrics, files.config_lock))
@@ -74,30 +74,30 @@ def check_is_run(folder: Path) -> None:
 
 
 def from_run_folder(folder: Path) -> RunReport:
-    """Return everything that the folder has; ``left_out`` names what cannot be read. Raises
-    ConfigError if no run has been there."""
+    """Return everything in the folder; ``left_out`` lists unreadable files. Raises ConfigError if
+    it is not the folder of a run."""
     check_is_run(folder)
     return _RunReader(folder).report()
 
 
 class _RunReader:
-    """One reading of a run's folder. What cannot be read leaves the rest."""
+    """One reading of a run's folder. Unreadable files do not affect the others."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files = RunFolder(folder)
-        self.left_out: dict[str, str] = {}  # file -> why it is not in the report, or a part of it
+        self.left_out: dict[str, str] = {}  # file -> why all or part of it is missing in the report
         self.began: float | None = None
         self.start: Record = {}
         self.plan: Record = {}
-        self.last: Record = {}  # the newest event with a step, or any
-        self.memory: Record = {}  # what earlier parts of a resumed run have measured
+        self.last: Record = {}  # the newest event with a step, else the newest event
+        self.memory: Record = {}  # measured by earlier parts of a resumed run
         self.saved: dict[str, tuple[int, int | None]] = {}  # checkpoint -> step and bytes
         self.training: dict[str, Curve] = {}
         self.validation: dict[str, Curve] = {}
 
     def report(self) -> RunReport:
-        """Return everything that the folder has."""
+        """Return everything in the folder."""
         files = self.files
         self._try(files.events, self._read_events, None)
         summary, body = self._object(files.summary), self._object(files.resolved_config)
@@ -131,12 +131,12 @@ class _RunReader:
         )
 
     def _try(self, path: Path, read: Callable[[], Found], default: Found) -> Found:
-        """Return what ``read`` returns; note why if it fails, and return ``default``."""
+        """Return ``read()``; if it fails, record the reason and return ``default``."""
         try:
             return read()
         except FileNotFoundError:
             pass
-        except Exception as error:  # any: other releases write other records, and a file may hold anything
+        except Exception as error:  # any: other releases write other records, and a file can contain anything
             self.left_out[path.name] = _why_unreadable(error)
         return default
 
@@ -165,7 +165,7 @@ class _RunReader:
             self.last = event
         if kind == "start":
             self.start = event
-            if is_finite(step):  # a run that starts there again takes back what is beyond
+            if is_finite(step):  # a run that restarts there discards later values
                 for one in (*self.training.values(), *self.validation.values()):
                     one.rewind(event["step"])
         elif kind == "plan":
@@ -177,7 +177,7 @@ class _RunReader:
             name = str(event.get("storage_id", ""))
             self.saved[name] = int(event["step"]), whole(event.get("bytes"))
         elif kind == "train":
-            single = mapping(event.get("each"))  # values of rank 0's single steps since the last event
+            single = mapping(event.get("each"))  # rank 0's values of each step since the last event
             for name in dict.fromkeys(("loss", *PROGRESS, *single)):
                 if name in event:
                     values = single[name] if isinstance(single.get(name), list) else ()
@@ -213,7 +213,7 @@ class _RunReader:
         return tuple(sorted(found, key=lambda change: change.name != goal))
 
     def _checkpoints(self) -> tuple[CheckpointRow, ...]:
-        """Return the checkpoints by step; one that was saved twice counts once."""
+        """Return the checkpoints by step, without duplicates."""
         found = []
         for name, (step, size) in self.saved.items():
             kept = "/" not in name and os.path.isdir(self.files.checkpoints / name)
@@ -222,7 +222,7 @@ class _RunReader:
 
 
 def _why_unreadable(error: Exception) -> str:
-    """Return the reason for which a file of a run cannot be read, in one line."""
+    """Return in one line why a file of a run cannot be read."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     said = " ".join(str(error).split())
@@ -230,8 +230,8 @@ def _why_unreadable(error: Exception) -> str:
 
 
 def training_series(found: Mapping[str, Curve]) -> tuple[Series | None, tuple[Series, ...]]:
-    """Return the loss, and what else is reported while a run trains: learning rate, gradient norm,
-    speed, and every other metric of ``train_batch``."""
+    """Return the loss, and all other series of training: learning rate, gradient norm, speed, and
+    every other metric of ``train_batch``."""
     curves = {name: one for name, one in found.items() if len(one)}
     unused = "samples_per_second" if "tokens_per_second" in curves else "tokens_per_second"
     shown = [name for name in (*PROGRESS, *curves) if name in curves and name not in ("loss", unused)]
@@ -260,7 +260,7 @@ def _status(summary: Record, errors: Sequence[Record], last: Record, *, readable
 
 
 def _facts(summary: Record, start: Record, last: Record) -> tuple[tuple[str, str], ...]:
-    """Return names and values; the first three are shown large."""
+    """Return names and values; pages show the first three large."""
     step = summary.get("step", last.get("step"))
     total = summary.get("total_steps", start.get("total_steps"))
     speed = next((name for name in ("tokens_per_second", "samples_per_second") if is_finite(summary.get(name))), None)
@@ -306,7 +306,7 @@ def whole(value: Any) -> int | None:
 
 
 def settings_of(body: Record) -> dict[str, Any]:
-    """Return values, batch sizes and warnings of a resolved_config.json, for a RunReport."""
+    """Return the values, batch sizes and warnings of resolved_config.json for a RunReport."""
     return {
         "settings": tuple(_setting(entry) for entry in body.get("values") or () if _counts(entry)),
         "batch": tuple(_setting(entry) for entry in body.get("batch") or ()),
@@ -315,7 +315,7 @@ def settings_of(body: Record) -> dict[str, Any]:
 
 
 def _counts(entry: Any) -> bool:
-    """Return whether to show a key: defaults count only if they have an effect and a value."""
+    """Return whether to show a key: defaults only if they have an effect and a value."""
     if not isinstance(entry, Mapping) or "key" not in entry:
         return False
     default = ValueSource(str(entry.get("source", "default"))).is_default
@@ -328,17 +328,17 @@ def _setting(entry: Record) -> Setting:
     return Setting(key, entry.get("value"), source, str(entry.get("remark", "")), not source.is_default)
 
 
-# A folder of runs as a sweep: whatever differs among their configurations was swept.
+# A folder of runs as a sweep over the values that differ between their configurations.
 
 
 def runs_in(folder: Path) -> dict[str, Path]:
-    """Return the runs right below a folder by name, in the order of their names."""
+    """Return the runs directly below a folder by name, sorted."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     return {path.name: path for path in paths if path.is_dir() and is_run(path)}
 
 
 def from_runs(folder: Path) -> SweepReport:
-    """Return the runs below ``folder``. Raises ConfigError for none, or different metrics."""
+    """Return the runs below ``folder``. Raises ConfigError if there are none or metrics differ."""
     reports = {name: from_run_folder(path) for name, path in runs_in(folder).items()}
     if not reports:
         raise ConfigError(
@@ -374,16 +374,16 @@ def from_runs(folder: Path) -> SweepReport:
     if not ranked:
         return found
     best, config = ranked[0], reports[ranked[0].id].config
-    # without its own section the lock repeats the run wherever the model's folder is
+    # without the zero_trial section, the lock works wherever the model's folder is
     data = {key: value for key, value in (config.get("data") or {}).items() if key != "zero_trial"}
     text = as_yaml({**config, "data": data}, f"run {best.id}")
     return replace(found, best=BestConfig(best.id, best.best or 0.0, text), notes=reports[best.id].warnings)
 
 
 def _goal(reports: Iterable[RunReport]) -> tuple[str, bool]:
-    """Return the metric that all runs go by.
+    """Return the metric of all runs, and whether smaller values are better.
 
-    Raises ConfigError where they go by different ones: they cannot be compared.
+    Raises ConfigError if the metrics differ, because such runs cannot be compared.
     """
     goals = {
         (str(s.get("metric", "validation_loss")), bool(s.get("smaller_is_better", True)))
@@ -422,10 +422,10 @@ def _trial(name: str, report: RunReport, point: Mapping[str, Any], metric: str, 
 
 
 class RunsSource:
-    """The runs in a folder, or the only one that the folder itself is.
+    """The runs in a folder, or the folder itself as the only run.
 
-    A name is one of those that the folder lists, so none leads out of it. What was read of a run
-    is kept until its files change.
+    Only listed names are valid, so a name cannot point outside the folder. A run's report is cached
+    until its files change.
     """
 
     unit = "run"
@@ -452,7 +452,7 @@ class RunsSource:
         return found
 
     def _report(self, name: str, path: Path) -> RunReport:
-        now = _signature(path)  # before reading: what is written meanwhile is read next time
+        now = _signature(path)  # before reading, so that later writes are read next time
         held = self._reports.get(name)
         if held is None or held[0] != now:
             held = self._reports[name] = now, from_run_folder(path)
@@ -479,7 +479,7 @@ class RunsSource:
 
 
 def _signature(folder: Path) -> tuple[object, ...]:
-    """Return a value that changes when a file changes from which the report is made."""
+    """Return a value that changes when a file of the report changes."""
     files = RunFolder(folder)
     paths = (files.events, files.summary, files.errors, files.checkpoints, files.config_lock, files.resolved_config)
     return tuple(map(signature, paths))
@@ -502,9 +502,9 @@ def _row(name: str, report: RunReport) -> OverviewRow:
 
 
 def _rank_logs(files: RunFolder) -> Iterator[list[OutputLine]]:
-    """Yield the newest lines of each rank's output, and from then on those that have come since."""
+    """Yield the newest lines of each rank's output, then new lines."""
     tails: dict[int, Tail] = {}
-    unreadable: set[int] = set()  # ranks whose log is known not to be readable
+    unreadable: set[int] = set()  # ranks whose log is known to be unreadable
     while True:
         found: list[OutputLine] = []
         newest = None if tails else _FIRST_BYTES

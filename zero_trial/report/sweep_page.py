@@ -48,13 +48,13 @@ Name = Callable[[str], Child]
 
 
 def render_sweep(report: SweepReport) -> str:
-    """Return the whole document. Every name and value is escaped: they may come from a stranger."""
+    """Return the whole document. Escapes every name and value, because they are untrusted."""
     head = page.heading(report.title, report.status, report.subtitle)
     return page.document(f"{report.title} · zero-trial", head, sweep_sections(report), report.created)
 
 
 def sweep_sections(report: SweepReport, name: Name = str) -> list[PageSection]:
-    """Return the parts of the page; those of which nothing is known are empty."""
+    """Return the sections of the page; sections without data are empty."""
     report = replace(report, metric=shorten(report.metric), drawn=shorten(report.drawn))
     return [
         PageSection("summary", "", _summary(report)),
@@ -170,7 +170,7 @@ def _trials(report: SweepReport, name: Name) -> Child:
 
 
 def _columns(report: SweepReport, trials: Sequence[TrialReport], name: Name) -> list[tuple[str, str | None, Cell]]:
-    """Return name, class and content of each column that some trial fills."""
+    """Return name, class and content of each column that is not empty."""
     fastest = max((trial.throughput or 0.0 for trial in trials), default=0.0)
     widest = float(max((max(trial.memory.planned or 0, trial.memory.measured or 0) for trial in trials), default=0))
     found: list[tuple[str, str | None, Cell]] = [
@@ -206,12 +206,12 @@ def _point_cell(name: str, trial: TrialReport) -> Html:
 
 
 def _bar_cell(value: Callable[..., Any], shown: Callable[[Any], str], longest: float, trial: TrialReport) -> Html:
-    """Return the cell of a number with a bar under it, unless ``longest`` is 0."""
+    """Return the cell of a number, with a bar under it unless ``longest`` is 0."""
     return _cell(bar(value(trial), longest, shown(value(trial))), value(trial), "num")
 
 
 def _short(value: object) -> str:
-    """Return a float in four digits, which is enough to compare; the file holds all of them."""
+    """Return a float with four digits, enough for a comparison; the file has all digits."""
     return format_number(value) if isinstance(value, float) else format_value(value)
 
 
@@ -219,14 +219,14 @@ def _cell(content: Child, key: object, kind: str | None = None) -> Html:
     return el("td", content, class_=kind, data_sort="" if key is None else format_value(key))
 
 
-# The learning curves of a sweep: one line for each trial, the better the darker.
+# The learning curves of a sweep: one line per trial; darker is better.
 
-# times the spread of the better half: a worse value than that would press all other curves flat
+# times the spread of the better half: worse values would flatten all other curves
 _CLOSE_UP = 20.0
 
 
 def trial_curves(report: SweepReport) -> Child:
-    """Return the chart of all learning curves and how many values are outside; None if empty."""
+    """Return the chart of all learning curves and the number of values outside; None if empty."""
     drawn = [trial for trial in report.trials if len(trial.curve)]
     if not drawn:
         return None
@@ -258,7 +258,7 @@ def _quality(rank: int, of: int) -> float:
 
 
 def _close_up(drawn: Sequence[TrialReport], report: SweepReport) -> tuple[Scale, str]:
-    """Return the scale of the curves without outliers, and how many values are left out."""
+    """Return the scale of the curves without outliers, and a note about omitted values."""
     values = sorted(value for trial in drawn for value in trial.curve.values)
     if not report.smaller_is_better:
         values = [-value for value in reversed(values)]
@@ -279,13 +279,13 @@ def _curve(trial: TrialReport, rank: int | None, of: int, x: Scale, y: Scale, mo
     return [line, el("path", d=dots_path(places), class_=f"dots{best}", **look)] if len(places) <= 12 else [line]
 
 
-# Brackets of a search: a column for each rung, each trial a mark at every rung that it reached.
+# Brackets of a search: a column per rung, with a mark for each trial that reached it.
 
 _CLASS = {RungOutcome.WENT_ON: "", RungOutcome.STOPPED: "stopped", RungOutcome.FINISHED: "finished"}
 
 
 def brackets_view(report: SweepReport) -> Html | None:
-    """Return all brackets beside each other; None where the search takes no decisions."""
+    """Return all brackets next to each other; None if the search makes no decisions."""
     drawn = [ladder for ladder in report.ladders if ladder.decisions]
     if not drawn:
         return None
@@ -296,9 +296,9 @@ def brackets_view(report: SweepReport) -> Html | None:
 
 
 def _ladder(ladder: BracketHistory, report: SweepReport) -> Html:
-    """Return a column for each rung, the better metric the higher.
+    """Return a column per rung; a better metric is higher.
 
-    Metrics that are not finite are at the worse end.
+    Nonfinite metrics are at the worse end.
     """
     finite = [decision.metric for decision in ladder.decisions if math.isfinite(decision.metric)]
     scale = fit(finite, margin=0.08)
@@ -326,7 +326,7 @@ def _ladder(ladder: BracketHistory, report: SweepReport) -> Html:
 
 
 def _down(at: float, report: SweepReport) -> float:
-    """Return the distance from the top for a place on the scale: the better end is up."""
+    """Return the distance from the top for a position on the scale; the better end is up."""
     return at if report.smaller_is_better else 1 - at
 
 
@@ -352,13 +352,13 @@ def _mark(decision: RungDecision, across: Mapping[int, float], scale: Scale, rep
     )
 
 
-# Parallel coordinates: an axis for each swept value and one for the metric, a line for each trial.
+# Parallel coordinates: an axis per swept value and for the metric, and a line per trial.
 
 _MIDDLE = 0.5  # where a trial without a value passes an axis
 
 
 def parallel_view(report: SweepReport) -> Html | None:
-    """Return the picture; None without two measured trials or without a swept value."""
+    """Return the chart; None with fewer than two measured trials or no swept value."""
     ranked = report.ranked()
     if len(ranked) < 2 or not report.axes:
         return None
@@ -369,7 +369,7 @@ def parallel_view(report: SweepReport) -> Html | None:
     places = {trial.id: _places_parallel(trial, report, scales, goal) for trial in ranked}
     columns = [*report.axes, Axis(report.metric)]
     return frame(
-        # The best trial is drawn last, over the others.
+        # Draw the best trial last, over the others.
         [_line(trial, places[trial.id], _quality(at, len(ranked))) for at, trial in reversed(list(enumerate(ranked)))],
         labels=None,
         overlay=[
@@ -387,7 +387,7 @@ def parallel_view(report: SweepReport) -> Html | None:
 def _places_parallel(
     trial: TrialReport, report: SweepReport, scales: Sequence[Scale], goal: Scale
 ) -> list[float | None]:
-    """Return heights from 0 to 1; the better metric is always the higher one."""
+    """Return heights from 0 to 1; a better metric is always higher."""
     found = [scale.place(trial.point.get(axis.name)) for axis, scale in zip(report.axes, scales, strict=True)]
     at = goal.place(trial.best)
     found.append(1 - at if report.smaller_is_better and at is not None else at)

@@ -1,1 +1,1 @@
-"""Other projects' names and files: what scripts import, and checkpoints that were written."""
+"""Compatibility with other projects: modules that scripts import, and checkpoints."""

@@ -1,7 +1,7 @@
-"""The names of ``determined.pytorch.deepspeed``, and what they are here.
+"""Maps the names of ``determined.pytorch.deepspeed`` to zero_trial's.
 
-The rest of ``determined`` stays the original package. Its documentation imports some of the names
-from ``determined.pytorch``, which has them as well once it is imported.
+All other modules of ``determined`` are the original package. Its documentation imports some names
+from ``determined.pytorch``, so they are added to that module on import.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ADDED = ("DeepSpeedMPU", "DeepSpeedTrial", "DeepSpeedTrialContext")
 
 
 class _AddedNames(MetaPathFinder, Loader):
-    """Loads Determined's ``determined.pytorch``, which then also has the names in ADDED."""
+    """Loads Determined's ``determined.pytorch`` and adds the names in ADDED."""
 
     def __init__(self) -> None:
         self._genuine: Loader | None = None
@@ -71,7 +71,7 @@ class _AddedNames(MetaPathFinder, Loader):
 
 
 def add_names(module: ModuleType) -> None:
-    """Let ``module``, Determined's ``determined.pytorch``, answer the names in ADDED."""
+    """Add the names in ADDED to ``module``, Determined's ``determined.pytorch``."""
 
     def answer(name: str) -> Any:
         if name in ADDED:
@@ -82,8 +82,8 @@ def add_names(module: ModuleType) -> None:
 
 
 def install_determined() -> None:
-    """Make ``determined.pytorch.deepspeed`` mean zero_trial. Raises ConfigError where determined is
-    not installed, or where the original module was imported already."""
+    """Make ``determined.pytorch.deepspeed`` import zero_trial. Raises ConfigError if determined is
+    not installed, or if the original module is already imported."""
     if "determined" not in sys.modules and find_spec("determined") is None:
         raise ConfigError(
             "determined is not installed",
@@ -108,8 +108,8 @@ def init(
 ) -> Iterator[ZeroTrialContext]:
     """Collective. Open the trial's context with the arguments of Determined's ``init``.
 
-    ``distributed``: a DistributedContext of Determined. The ranks join without it; raises
-    ConfigError where it has another number of ranks than the launcher has started.
+    ``distributed``: a DistributedContext of Determined. Ranks connect without it; raises
+    ConfigError if its number of ranks differs from the launcher's.
     """
     import zero_trial
 

@@ -1,13 +1,13 @@
-"""A finder on ``sys.meta_path`` that makes a package out of a table of names.
+"""A finder on ``sys.meta_path`` that builds a package from a table of names.
 
     "deepspeed.pipe": {"PipelineModule": "zero_trial.pipeline:PipelineModule"}    module: name: ours
     "deepspeed.moe": Refused("there is no mixture of experts here ...")           a refused module
     "deepspeed": {"checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing"}
                                                                       without a colon: a module
 
-A name is resolved when it is first asked for. A refused or unlisted name is an AttributeError as an
-attribute and an ImportError in ``from ... import``, so that hasattr and ``except ImportError`` work
-as with the package itself; both carry the reason.
+A name is resolved on first use. A refused or unlisted name raises AttributeError as an attribute
+and ImportError in ``from ... import``, so hasattr and ``except ImportError`` work as with the
+original package. Both errors contain the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Refused(NamedTuple):
-    """A name that zero_trial does not have: why, and what to do instead."""
+    """A name that zero_trial does not provide: the reason, and the alternative."""
 
     reason: str
 
@@ -40,15 +40,15 @@ submodules."""
 
 
 class StandIn(NamedTuple):
-    """A package that stands in for another project's.
+    """A package that replaces another project's.
 
     Args:
         top: the package's name.
-        version: the version of the project that the table describes, which importlib.metadata
-            answers; empty: importlib.metadata does not know the package.
+        version: the project's version that the table describes, also for importlib.metadata; if
+            empty, importlib.metadata does not find the package.
         table: the names.
-        replace: True answers also where the project itself is installed.
-        how_to_replace: the fix that the refusal names where it is installed.
+        replace: whether to replace the project itself if it is installed.
+        how_to_replace: the fix in the error if the project is installed.
     """
 
     top: str
@@ -58,7 +58,7 @@ class StandIn(NamedTuple):
     how_to_replace: str = ""
 
     def ours(self, module: str) -> dict[str, str]:
-        """Return the names of ``module`` that are answered, with their targets."""
+        """Return the provided names of ``module``, with their targets."""
         names = self.table.get(module, {})
         return {} if isinstance(names, Refused) else {k: v for k, v in names.items() if isinstance(v, str)}
 
@@ -68,9 +68,9 @@ class StandIn(NamedTuple):
         return sorted({name.partition(".")[0] for name in under})
 
     def modules(self) -> list[str]:
-        """Return the modules that can be imported: those of the table that are not refused, all
-        their parents, and those parents of refused modules that are not refused themselves, so that
-        a refused module gives its own reason."""
+        """Return the modules that can be imported: all modules in the table that are not refused,
+        their parents, and parents of refused modules that are not refused themselves, so that
+        importing a refused module raises its own reason."""
         answered, above_refused = {self.top}, set()
         for name, names in self.table.items():
             parts = name.split(".")
@@ -82,7 +82,7 @@ class StandIn(NamedTuple):
         return sorted(answered | {name for name in above_refused if not isinstance(self.table.get(name), Refused)})
 
     def refusal(self, module: str, name: str) -> str:
-        """Return why ``module.name`` is not answered: its reason, or the nearest listed names."""
+        """Return why ``module.name`` is not available: its reason, or the nearest listed names."""
         asked = f"{module}.{name}"
         reason = self.reason(module, name)
         if reason is not None:
@@ -91,7 +91,7 @@ class StandIn(NamedTuple):
         return f"{asked} is not in zero_trial's stand-in for {of}{self._nearest(module, name)}"
 
     def reason(self, module: str, name: str) -> str | None:
-        """Return why ``module.name`` is refused; None if it is answered or not listed."""
+        """Return why ``module.name`` is refused; None if it is provided or not listed."""
         parts = [*module.split("."), name]
         for end in range(len(parts), 0, -1):
             names = self.table.get(".".join(parts[:end]), {})
@@ -103,7 +103,7 @@ class StandIn(NamedTuple):
         return None
 
     def _nearest(self, module: str, name: str) -> str:
-        """Return a question with the listed name whose path is nearest; empty if none is."""
+        """Return "did you mean" with the listed name of the nearest path; "" if none is near."""
         import difflib
 
         listed = [f"{place}.{known}" for place in self.modules() for known in self.ours(place)]
@@ -112,7 +112,7 @@ class StandIn(NamedTuple):
 
 
 class StandInModule(ModuleType):
-    """A module whose names are those of a table."""
+    """A module with the names of a table."""
 
     def __init__(self, name: str, stand_in: StandIn) -> None:
         super().__init__(name, f"zero_trial's stand-in for {name}")
@@ -136,7 +136,7 @@ class StandInModule(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a name; an imported submodule does not hide a listed name."""
+        """Set a name, except that an imported submodule must not hide a listed name."""
         if not (isinstance(value, StandInModule) and name in self._stand_in.ours(self.__name__)):
             super().__setattr__(name, value)
 
@@ -145,7 +145,7 @@ class StandInModule(ModuleType):
 
 
 class StandInFinder(MetaPathFinder, Loader):
-    """Finds and makes the modules of a StandIn, and its distribution for importlib.metadata."""
+    """Finds and creates the modules of a StandIn, and its distribution for importlib.metadata."""
 
     def __init__(self, stand_in: StandIn) -> None:
         self.stand_in = stand_in
@@ -154,33 +154,33 @@ class StandInFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of the package. To an import also that of one that is refused
-        or not listed: it raises when it is made, with the reason. Raises ConfigError where the
-        project itself is installed."""
+        """Return the spec of a module of the package. An import also gets the spec of a refused or
+        unlisted module, whose creation raises the reason. Raises ConfigError if the project itself
+        is installed."""
         top = self.stand_in.top
         if fullname != top and not fullname.startswith(f"{top}."):
             return None
         if not self._checked:
             self.refuse_if_installed()
             self._checked = True
-        # importlib.util.find_spec asks whether there is such a module; it comes here as imports do
+        # importlib.util.find_spec only checks for a module, but calls this like an import
         asks = sys._getframe(2).f_globals.get("__name__") == "importlib.util"
         if asks and fullname not in self.stand_in.modules():
             return None
         return ModuleSpec(fullname, self, origin="zero_trial.compat.deepspeed", is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module; raises ImportError for one that is refused or not listed."""
+        """Return the module. Raises ImportError if it is refused or not listed."""
         if spec.name not in self.stand_in.modules():
             module, _, name = spec.name.rpartition(".")
             raise ImportError(self.stand_in.refusal(module, name), name=spec.name)
         return StandInModule(spec.name, self.stand_in)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: names are resolved when they are asked for."""
+        """Do nothing: names are resolved on first use."""
 
     def refuse_if_installed(self) -> None:
-        """Raise ConfigError if the project itself can be imported, or was imported already."""
+        """Raise ConfigError if the project itself can be imported, or already has been."""
         top = self.stand_in.top
         loaded = sys.modules.get(top)
         if loaded is not None and not isinstance(loaded, StandInModule):
@@ -192,11 +192,11 @@ class StandInFinder(MetaPathFinder, Loader):
             )
         if self.stand_in.replace:
             return
-        for finder in list(sys.meta_path):  # zero_trial_start's takes itself off
+        for finder in list(sys.meta_path):  # a copy: zero_trial_start's finder removes itself
             spec = None if isinstance(finder, StandInFinder) else finder.find_spec(top, None, None)
             if spec is None or isinstance(spec.loader, StandInFinder):
                 continue
-            if spec.origin is not None:  # a folder of that name has no origin
+            if spec.origin is not None:  # None for a plain folder of that name
                 raise ConfigError(
                     f"the real {top} is installed, and its stand-in replaces it only on request",
                     where=f"import {top}",
@@ -206,7 +206,7 @@ class StandInFinder(MetaPathFinder, Loader):
                 )
 
     def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
-        """Return the package's distribution, if it is asked for on this Python's own path."""
+        """Return the package's distribution, if the search is on this Python's own path."""
         named = context.name is None or context.name.lower().replace("_", "-") == self.stand_in.top
         if not self.stand_in.version or not named or context.path is not sys.path:
             return []
@@ -214,9 +214,9 @@ class StandInFinder(MetaPathFinder, Loader):
 
 
 def distribution_of(name: str, version: str) -> Distribution:
-    """Return what importlib.metadata answers for a stand-in: libraries ask it for a version before
-    they import the package. It has a name and a version, and no files."""
-    from importlib.metadata import Distribution  # not before it is asked for
+    """Return a distribution for importlib.metadata, with name and version but no files. Libraries
+    check the version before they import the package."""
+    from importlib.metadata import Distribution  # imported only when needed
 
     files = {
         "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: zero_trial's stand-in\n",
@@ -228,14 +228,14 @@ def distribution_of(name: str, version: str) -> Distribution:
             return files.get(filename)
 
         def locate_file(self, path: str | PathLike[str]) -> Path:
-            return Path(__file__).parent / path  # there is none
+            return Path(__file__).parent / path  # does not exist
 
     return StandInDistribution()
 
 
 def install(stand_in: StandIn) -> StandInFinder:
-    """Put the stand-in before the other finders and return its finder; one that is installed
-    already stays, unless the new one may replace the project and it may not."""
+    """Insert the stand-in before the other finders and return its finder. Keeps an installed one,
+    unless only the new one may replace the project."""
     for finder in sys.meta_path:
         if isinstance(finder, StandInFinder) and finder.stand_in.top == stand_in.top:
             if finder.stand_in.replace or not stand_in.replace:

@@ -3,9 +3,9 @@ also on CPU.
 
     from zero_trial.lightning import ZeroTrialStrategy
 
-Lightning keeps its loop: it decides when gradients have accumulated, steps the schedulers and
-casts (``precision="bf16-mixed"`` is its autocast). The engine reduces, clips and steps, and writes
-checkpoints in zero_trial's format: a folder with the name that ModelCheckpoint chose, read on any
+Lightning keeps its loop: it controls gradient accumulation, steps the schedulers and casts
+(``precision="bf16-mixed"`` is its autocast). The engine reduces, clips and steps, and writes
+checkpoints in zero_trial's format: a folder with ModelCheckpoint's name that can be loaded on any
 number of ranks and at any stage.
 """
 
@@ -59,7 +59,7 @@ _LATEST: list[Engine] = []
 
 
 class _ClipsModule:
-    """Lets ``clip_gradients`` see the module's parameters, not the optimizer's pieces."""
+    """Makes ``clip_gradients`` use the module's parameters, not the optimizer's shards."""
 
     def convert_module(self, module: Any) -> Any:
         self._module = module
@@ -85,19 +85,20 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
     """Train a LightningModule on a zero_trial engine: one optimizer, automatic or manual
     optimization.
 
-    Gradients are reduced when backward ends, so that hooks see DDP's at stages 0 and 1, where
-    clipping by value and own clipping work, too. At stages 2 and 3 only the engine clips, by norm.
+    Gradients are reduced at the end of backward, so at stages 0 and 1 hooks see the same gradients
+    as with DDP, and clipping by value or by own code works. At stages 2 and 3 only the engine
+    clips, by norm.
 
-    Refused, each with what to write instead: more than one optimizer, fp16 and float64,
-    ``training_step`` without a loss, callbacks that change weights or optimizer past the engine,
-    checkpoints of plain Lightning, and ds_config keys that the Trainer's own arguments state.
+    Not supported (the errors name alternatives): more than one optimizer, fp16 and float64,
+    ``training_step`` without a loss, callbacks that change weights or optimizer directly,
+    checkpoints of plain Lightning, and ds_config keys that duplicate the Trainer's arguments.
 
     Args:
-        stage: the ZeRO stage, where there is no ``config`` (default 2).
+        stage: the ZeRO stage if there is no ``config`` (default 2).
         config: a ds_config as a dict or file, or a preset such as ``"zero_3_offload"``. An
             ``optimizer`` in it replaces ``configure_optimizers``.
-        options: those of DDPStrategy that concern processes: ``process_group_backend``,
-            ``timeout``, ``start_method``, ``cluster_environment``, ``parallel_devices``; and
+        options: DDPStrategy's options for processes: ``process_group_backend``, ``timeout``,
+            ``start_method``, ``cluster_environment``, ``parallel_devices``; and
             ``broadcast_buffers``.
     """
 
@@ -131,11 +132,11 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
                 fix=f"Remove it and use Trainer's {_TRAINERS[key]}.",
             )
         self._engine: Engine | None = None
-        self._own_buffers = False  # a training step has changed each rank's
+        self._own_buffers = False  # a training step has changed this rank's buffers
 
     @property
     def precision_plugin(self) -> Any:
-        """Return the Trainer's precision, with the engine's way to clip."""
+        """Return the Trainer's precision plugin, with the engine's clipping."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -150,7 +151,7 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def engine(self) -> Engine:
-        """The engine. Raises TrialError before the Trainer has set the strategy up."""
+        """Return the engine. Raises TrialError before the Trainer has set up the strategy."""
         if self._engine is None:
             raise TrialError(
                 "the engine does not exist yet",
@@ -174,8 +175,8 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
         self._refuse_settings(trainer)
         self.accelerator.setup(trainer)
         found = _ENGINES.pop(module, None)
-        if found is not None and (earlier := found()) is not None:  # of a fit or validate, also of another Trainer
-            earlier.destroy(rank0_only=False)  # hooks and plugins may read weights before the next one is built
+        if found is not None and (earlier := found()) is not None:  # of an earlier run, also of another Trainer
+            earlier.destroy(rank0_only=False)  # hooks and plugins may read weights before the new engine is built
         self.optimizers: list[Any] = []
         if fitting and self._layer_sync:
             module = self._layer_sync.apply(module)
@@ -195,14 +196,14 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
             config=self._engine_config(trainer, fitting),
         )
         self.model, _ENGINES[module], _LATEST[:] = self._engine, ref(self._engine), [self._engine]
-        # in manual optimization any backward pass may be the last before a step, as under DDP
+        # in manual optimization any backward may be the last before a step, as with DDP
         self._engine.set_gradient_accumulation_boundary(not module.automatic_optimization)
         if fitting and optimizer is not None:
             self.optimizers = [optimizer]
         self.barrier()
 
     def _refuse_settings(self, trainer: Trainer) -> None:
-        """Raise ConfigError for arguments of the Trainer that the engine does not serve."""
+        """Raise ConfigError for arguments of the Trainer that the engine does not support."""
         if not isinstance(self.precision_plugin, _ClipsModule):
             raise ConfigError(
                 "not a precision of this strategy",
@@ -236,7 +237,7 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
             strategy_registry.register(f"zero_trial_stage_{stage}", cls, description=text, stage=stage)
 
     def _engine_config(self, trainer: Trainer, fitting: bool) -> dict[str, Any]:
-        """Return the ds_config with what the Trainer's arguments mean."""
+        """Return the ds_config, including the settings from the Trainer's arguments."""
         clips = bool(trainer.gradient_clip_val) and self._engine_clips(trainer)
         if trainer.gradient_clip_val and "gradient_clipping" in self._config:
             raise ConfigError("given twice", where="Trainer(gradient_clip_val)", got="also gradient_clipping in config")
@@ -246,29 +247,29 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
         return {
             **config,
             "gradient_accumulation_steps": 1,
-            "managed_gradient_accumulation": False,  # Lightning's loop owns the boundary
+            "managed_gradient_accumulation": False,  # Lightning's loop controls the boundary
             "gradient_clipping": float(trainer.gradient_clip_val) if clips else config.get("gradient_clipping", 0.0),
             **({"bf16": {"enabled": True}} if self.precision_plugin.precision == "bf16-true" else {}),
         }
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Build what ``configure_model`` builds in shards, at stage 3."""
+        """At stage 3, shard the modules that ``configure_model`` builds."""
         section = self._config.get("zero_optimization") or {}
         with Init(enabled=section.get("stage") == 3):
             yield
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """The engine reads checkpoints, so it is built first."""
+        """Return True: the engine loads checkpoints, so it must be built first."""
         return True
 
     def teardown(self) -> None:
-        """Leave the engine as it is, so that ``trainer.save_checkpoint`` works after fit;
-        ``strategy.engine.destroy()`` makes the module an ordinary one again (where parameters
-        are freed, on rank 0 alone without ``rank0_only=False``)."""
+        """Keep the engine, so that ``trainer.save_checkpoint`` works after fit.
+        ``strategy.engine.destroy()`` makes the module a plain one again (if parameters are sharded,
+        only on rank 0 unless ``rank0_only=False``)."""
         module = self.lightning_module
-        attached = module is not None and module._trainer is not None  # not after an early exception
+        attached = module is not None and module._trainer is not None  # False after an early exception
         if self._layer_sync and attached and module.trainer.state.fn == TrainerFn.FITTING:
             self._layer_sync.revert(module)
         self.precision_plugin.teardown()
@@ -278,8 +279,8 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
     # --- a step -----------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``training_step`` inside the engine's forward; in manual optimization, whose backward
-        passes and steps are inside of it, as it is."""
+        """Run ``training_step`` inside the engine's forward, or directly in manual optimization,
+        where backward passes and steps are inside ``training_step``."""
         if self.engine.is_gradient_accumulation_boundary():
             self._broadcast_buffers()
         self._own_buffers = True
@@ -294,8 +295,8 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
         return super().validation_step(*args, **kwargs)
 
     def _broadcast_buffers(self) -> None:
-        """Give every rank the buffers of rank 0 (BatchNorm's averages), as DDP does before a
-        forward whose backward reduces, and before validation. One message per dtype."""
+        """Broadcast rank 0's buffers (BatchNorm's averages), as DDP does before a forward whose
+        backward reduces, and before validation. One message per dtype."""
         if not self._own_buffers or not self._ddp_kwargs.get("broadcast_buffers", True):
             return
         self._own_buffers = False
@@ -310,7 +311,7 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
                 buffer.copy_(part.view_as(buffer))
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, **kwargs: Any) -> torch.Tensor:
-        """Take the gradients of a loss that Lightning has divided by the accumulation."""
+        """Run backward on a loss that Lightning has divided by the accumulation steps."""
         if is_overridden("backward", self.lightning_module, LightningModule):
             raise TrialError("the engine runs backward", where="LightningModule.backward", fix="Remove the override.")
         loss: torch.Tensor = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
@@ -319,7 +320,7 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
         return after
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run the closure (forward and backward) and take the engine's step, which clips."""
+        """Run the closure (forward and backward), then the engine's step, which clips."""
         trainer, module = self.lightning_module.trainer, self.lightning_module
         self.engine.set_gradient_accumulation_boundary(True)
         result = closure()
@@ -341,18 +342,18 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
         return result
 
     def _engine_clips(self, trainer: Trainer) -> bool:
-        """Return whether the engine clips, inside its step: by norm, without an own hook."""
+        """Return whether the engine clips inside its step: by norm, without a user's hook."""
         own = is_overridden("configure_gradient_clipping", self.lightning_module, LightningModule)
         return trainer.gradient_clip_algorithm != "value" and not own
 
     # --- checkpoints ------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing: the engine writes the weights from their shards."""
+        """Return {}: the engine writes the weights from their shards."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return nothing: the engine writes the state from its shards."""
+        """Return {}: the engine writes the state from its shards."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -364,7 +365,7 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
         self.engine.save_checkpoint(path.parent, tag=path.name, client_state={"lightning": _plain(kept)})
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint, once a background save is complete. Collective."""
+        """Delete a checkpoint after a background save has completed. Collective."""
         self.engine.wait_for_checkpoint()
         super().remove_checkpoint(filepath)
 
@@ -393,15 +394,15 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """The engine has read the optimizer's state."""
+        """Return False: the engine has already loaded the optimizer's state."""
         return False
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Do nothing: :meth:`load_checkpoint` has read the weights."""
+        """Do nothing: :meth:`load_checkpoint` has loaded the weights."""
 
 
 def _plain(value: Any) -> Any:
-    """Return Lightning's state with its own kinds of dicts and paths as plain ones."""
+    """Return Lightning's state with its dict subclasses and paths converted to plain types."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

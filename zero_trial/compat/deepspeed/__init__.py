@@ -1,1 +1,1 @@
-"""DeepSpeed's modules, answered with names of zero_trial for unchanged scripts."""
+"""DeepSpeed's modules, mapped to zero_trial so that scripts run unchanged."""

@@ -1,5 +1,5 @@
-"""``get_accelerator()`` of DeepSpeed: the device of this process behind one set of methods, so that
-a script names neither ``torch.cuda`` nor ``torch.cpu``."""
+"""``get_accelerator()`` of DeepSpeed: a common interface to the device of this process, so that
+scripts need neither ``torch.cuda`` nor ``torch.cpu``."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from zero_trial.util.memory import machine_memory
 
 
 def _tensor_type(dtype: torch.dtype) -> property:
-    """Return an attribute that makes tensors of ``dtype`` on the accelerator's device."""
+    """Return a property that creates tensors of ``dtype`` on the accelerator's device."""
     return property(lambda self: functools.partial(torch.tensor, dtype=dtype, device=self._name))
 
 
 class Accelerator:
-    """What both kinds of device answer alike. Memory is in bytes."""
+    """Methods that are the same for both kinds of device. Memory is in bytes."""
 
     _name = "cpu"
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Return "cpu", "cuda" or "cuda:<index>", as torch.device takes it."""
+        """Return "cpu", "cuda" or "cuda:<index>", as torch.device accepts it."""
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> torch.device:
@@ -36,7 +36,7 @@ class Accelerator:
         return torch.random
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Return the floating dtypes that models can be trained in here."""
+        """Return the floating-point dtypes in which this device can train models."""
         known = [torch.float]
         known += [torch.half] if self.is_fp16_supported() else []
         return known + ([torch.bfloat16] if self.is_bf16_supported() else [])
@@ -63,13 +63,13 @@ class Accelerator:
 
 
 class CpuAccelerator(Accelerator):
-    """The processor: one device, memory is this process's resident set, streams do nothing."""
+    """The CPU: one device; memory is this process's resident set; streams are no-ops."""
 
     def __init__(self) -> None:
         self._peak = 0
 
     def _nothing(self, *_: Any, **__: Any) -> None:
-        """Do nothing: operations have ended on return, and the C library keeps freed memory."""
+        """Do nothing: CPU operations are synchronous, and the C library keeps freed memory."""
 
     set_device = synchronize = empty_cache = current_stream = default_stream = range_push = range_pop = _nothing
     Stream = Event = None
@@ -78,14 +78,14 @@ class CpuAccelerator(Accelerator):
         return nullcontext()
 
     def current_device(self) -> int:
-        """Return this rank's number on its host, as DeepSpeed does on processors."""
+        """Return this rank's number on its host, as DeepSpeed does on CPUs."""
         return read_rank_env().local_rank
 
     def current_device_name(self) -> str:
         return "cpu"
 
     def device_count(self) -> int:
-        """Return the number of ranks on this host: ranks share the processor."""
+        """Return the number of ranks on this host, which share the CPU."""
         return read_rank_env().local_world_size
 
     def is_available(self) -> bool:
@@ -98,7 +98,7 @@ class CpuAccelerator(Accelerator):
         return callback()
 
     def pin_memory(self, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
-        """Return ``tensor``: no device reads it from elsewhere."""
+        """Return ``tensor``: pinning has no benefit on a CPU."""
         return tensor
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
@@ -127,7 +127,7 @@ class CpuAccelerator(Accelerator):
     memory_reserved = memory_allocated
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the largest resident set that a call of this object has seen since the reset."""
+        """Return the largest resident set that this object has measured since the reset."""
         self.memory_allocated()
         return self._peak
 
@@ -149,7 +149,7 @@ class CpuAccelerator(Accelerator):
 
 
 class CudaAccelerator(Accelerator):
-    """The GPUs that this process sees."""
+    """The GPUs that are visible to this process."""
 
     _name = "cuda"
 
@@ -172,7 +172,7 @@ class CudaAccelerator(Accelerator):
         return int(torch.cuda.mem_get_info(device_index)[1])
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Return what the driver has free."""
+        """Return the driver's free memory."""
         return int(torch.cuda.mem_get_info(device_index)[0])
 
     def is_fp16_supported(self) -> bool:
@@ -188,7 +188,7 @@ class CudaAccelerator(Accelerator):
         return torch.cuda.nvtx.range_pop()
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Run ``callback`` once CUDA is initialized, at once if it is."""
+        """Run ``callback`` once CUDA is initialized; immediately if it already is."""
         return torch.cuda._lazy_call(callback)
 
     def pin_memory(self, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -198,7 +198,7 @@ class CudaAccelerator(Accelerator):
         return getattr(torch.cuda, name) if name in _OF_TORCH_CUDA else super().__getattr__(name)
 
 
-# What torch.cuda calls the same.
+# Functions with the same name in torch.cuda.
 _OF_TORCH_CUDA = frozenset(
     [
         *("set_device", "current_device", "device_count", "synchronize", "manual_seed", "manual_seed_all"),
@@ -211,5 +211,5 @@ _OF_TORCH_CUDA = frozenset(
 
 @functools.lru_cache(maxsize=1)
 def get_accelerator() -> Accelerator:
-    """Return the accelerator of this process: CUDA where torch finds a GPU, else the processor."""
+    """Return the accelerator of this process: CUDA if torch finds a GPU, else the CPU."""
     return CudaAccelerator() if torch.cuda.is_available() else CpuAccelerator()

@@ -1,5 +1,5 @@
-"""deepspeed.comm and deepspeed.utils.groups over torch.distributed: what differs from torch's own
-functions in names or arguments. Everything else in the table points at torch.distributed."""
+"""deepspeed.comm and deepspeed.utils.groups over torch.distributed: functions whose names or
+arguments differ from torch's. The table maps all others directly to torch.distributed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero_trial.errors import MeshError
 
 
 def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> RankEnv:
-    """Do what ``zero_trial.init_distributed`` does, for accelerate too where there is no GPU."""
+    """Call ``zero_trial.init_distributed``; without a GPU, also set up accelerate's state."""
     env = zero_trial_init_distributed(dist_backend, *args, **kwargs)
     if dist_backend is None:
         _let_accelerate_count()
@@ -25,7 +25,7 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
 
 
 def is_initialized() -> bool:
-    """Return whether the ranks are connected; accelerate asks before it connects them."""
+    """Return whether the ranks are connected. accelerate calls this before it connects them."""
     connected = dist.is_initialized()
     if connected:
         _let_accelerate_count()
@@ -33,11 +33,11 @@ def is_initialized() -> bool:
 
 
 def _let_accelerate_count() -> None:
-    """Let accelerate know of the other ranks where there is no GPU.
+    """Make accelerate count all ranks if there is no GPU.
 
-    It asks for no backend there, because it knows no other device that DeepSpeed takes, and would
-    count every rank as the only one: each would train on all of the data. So the state that it is
-    about to fill in gets the backend and the kind of ranks that it uses on processors.
+    Without a GPU, accelerate requests no backend, because it does not know that the engine runs on
+    CPUs, and treats every rank as the only one: each would train on all of the data. So set the
+    backend and the distributed type for CPUs in the state that accelerate is about to fill in.
     """
     accelerate = sys.modules.get("accelerate.state")
     if accelerate is not None and not torch.cuda.is_available():
@@ -49,7 +49,7 @@ def _let_accelerate_count() -> None:
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, async_op: bool = False, **_: Any
 ) -> Any:
-    """Put every rank's ``tensor`` (a scalar too), in rank order, into ``output_tensor``."""
+    """Gather every rank's ``tensor`` (may be a scalar), in rank order, into ``output_tensor``."""
     return dist.all_gather_into_tensor(output_tensor, torch.atleast_1d(tensor), group=group, async_op=async_op)
 
 
@@ -59,12 +59,12 @@ def get_local_rank() -> int:
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """Return the rank in the world of member ``group_rank`` of ``group``."""
+    """Return the global rank of member ``group_rank`` of ``group``."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """Return the ranks in the world of all members of ``group``."""
+    """Return the global ranks of all members of ``group``."""
     return dist.get_process_group_ranks(group)
 
 
@@ -74,8 +74,8 @@ def get_world_group() -> Any:
 
 
 def log_summary() -> None:
-    """Print calls and bytes of each collective of the latest engine, without times:
-    ``engine.seconds_waited()`` is their sum."""
+    """Print calls and bytes of each collective of the latest engine. There are no times per
+    collective; ``engine.seconds_waited()`` returns their sum."""
     mesh = latest_mesh()
     for name, entry in (mesh.counters.table() if mesh is not None else {}).items():
         sys.stdout.write(f"{name:<28} {entry['calls']:>8} calls {entry['bytes']:>16} bytes\n")
@@ -91,8 +91,8 @@ def _axis(name: str) -> Any:
 
 
 def _group(name: str) -> Any:
-    """Return the group of an axis. Raises MeshError where this rank is alone on it but not in the
-    world: groups of one rank are not made, and torch takes None for all ranks."""
+    """Return the group of an axis. Raises MeshError if the axis has a single rank but the world has
+    more: groups of one rank do not exist, and torch interprets None as all ranks."""
     axis = _axis(name)
     if axis is None or axis.size == world_size():
         return dist.group.WORLD
@@ -106,41 +106,41 @@ def _group(name: str) -> Any:
 
 
 def get_data_parallel_group() -> Any:
-    """Return the group over which the batch is split."""
+    """Return the group that splits the batch."""
     return _group("data")
 
 
 def get_data_parallel_world_size() -> int:
-    """Return the number of ranks that the batch is split over."""
+    """Return the number of ranks that split the batch."""
     axis = _axis("data")
     return world_size() if axis is None else axis.size
 
 
 def get_data_parallel_rank() -> int:
-    """Return which part of the batch this rank has."""
+    """Return the index of this rank's part of the batch."""
     axis = _axis("data")
     return rank_and_size()[0] if axis is None else axis.index
 
 
 def get_model_parallel_group() -> Any:
-    """Return the group of the ranks that hold one model together; None without an engine."""
+    """Return the group of the ranks that share one model; None without an engine."""
     return None if _axis("model") is None else _group("model")
 
 
 def get_model_parallel_world_size() -> int:
-    """Return the number of ranks that hold one model together."""
+    """Return the number of ranks that share one model."""
     axis = _axis("model")
     return 1 if axis is None else axis.size
 
 
 def get_model_parallel_rank() -> int:
-    """Return which part of the model this rank holds."""
+    """Return the index of this rank's part of the model."""
     axis = _axis("model")
     return 0 if axis is None else axis.index
 
 
 def get_sequence_parallel_world_size() -> int:
-    """Return 1: sequences are not split between ranks here."""
+    """Return 1: this module does not split sequences between ranks."""
     return 1
 
 

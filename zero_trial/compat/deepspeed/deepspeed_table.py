@@ -1,4 +1,4 @@
-"""DeepSpeed's modules and names, and what ``import deepspeed`` gives for them here."""
+"""Maps DeepSpeed's modules and names to the objects that ``import deepspeed`` provides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VARIABLE = "ZERO_TRIAL_AS_DEEPSPEED"
 """Environment variable that installs the stand-in: 1, or "replace" where DeepSpeed is installed."""
 
 
-# --- what is refused: a module stands for all of its submodules -----------------------------------
+# --- refused names: a module includes all of its submodules ---------------------------------------
 
 MOE = "expert parallelism is not supported; experts as plain modules train at every stage, as leaf modules at stage 3"
 
@@ -60,16 +60,16 @@ REFUSED_MODULES: dict[str, Refused] = {
 name that is not in the table is refused with one sentence and the nearest name."""
 
 
-# --- names that stand in several modules ----------------------------------------------------------
+# --- names that are in several modules ------------------------------------------------------------
 
 
 def _at(place: str, *names: str) -> dict[str, str]:
-    """Return names that are called the same in our module ``place``."""
+    """Return names that are the same in our module ``place``."""
     return {name: f"{place}:{name}" for name in names}
 
 
 def _ours(module: str, *names: str) -> dict[str, str]:
-    """Return names that are called the same in a module of this folder."""
+    """Return names that are the same in a module of this folder."""
     return _at(f"zero_trial.compat.deepspeed.{module}", *names)
 
 
@@ -98,7 +98,7 @@ _LEAVES = _at(
 )
 _ACCELERATOR = _ours("accelerator", "get_accelerator")
 _STATUS = _at("zero_trial.sharding.guards.freed", "ZeroParamStatus")
-# What initialize() returns, for isinstance.
+# The type that initialize() returns, for isinstance.
 _OPTIMIZER = {"DeepSpeedOptimizer": "zero_trial.sharding.optimizer:ShardedOptimizer"}
 _CONFIG = {
     "DeepSpeedConfig": "zero_trial.engine.compat:DeepSpeedConfig",
@@ -125,7 +125,7 @@ _GROUPS = {
     **_ours("deepspeed_comm", *_DATA_GROUPS, *_MODEL_GROUPS),
     **{name.replace("get_", "get_tensor_"): _ours("deepspeed_comm", name)[name] for name in _MODEL_GROUPS},
 }
-# What Hugging Face's libraries ask of the groups, by names with an underscore.
+# Names with an underscore that Hugging Face's libraries use.
 _INNER_GROUPS = {
     f"_{name}": target
     for name, target in _ours(
@@ -222,7 +222,7 @@ OURS: dict[str, dict[str, str]] = {
         **_STATUS,
         **_ACCELERATOR,
         "unregister_external_parameter": "zero_trial.zero:unregister_external_parameter",
-        # transformers changes the first around zero.Init, and compares with the second
+        # transformers patches the first around zero.Init, and compares with the second
         **_ours("deepspeed_utils", "zero_wrapper_for_fp_tensor_constructor"),
         **{f"_orig_torch_{name}": f"torch:{name}" for name in _CONSTRUCTORS},
     },
@@ -249,20 +249,20 @@ TABLE: Table = {**REFUSED_MODULES, **OURS}
 
 
 def install_deepspeed() -> StandInFinder:
-    """Make ``import deepspeed`` mean zero_trial, and return the finder that does it. Where the
-    real deepspeed is installed its first import raises ConfigError, unless the environment says
+    """Make ``import deepspeed`` import zero_trial, and return the finder that does it. If DeepSpeed
+    itself is installed, its first import raises ConfigError unless the environment variable is
     "replace"."""
     return install(_stand_in(asked_for(os.environ)))
 
 
 def refuse_real_deepspeed(asked: str) -> None:
-    """Raise ConfigError where the real deepspeed is installed and ``asked``, the variable's value,
-    is not "replace"; nothing is installed."""
+    """Raise ConfigError if DeepSpeed itself is installed and ``asked``, the variable's value, is
+    not "replace". Installs no finder."""
     StandInFinder(_stand_in(asked)).refuse_if_installed()
 
 
 def asked_for(env: Mapping[str, str]) -> str:
-    """Return what an environment asks for: "", "1" or "replace". Raises ConfigError."""
+    """Return the setting in ``env``: "", "1" or "replace". Raises ConfigError if invalid."""
     value = env.get(VARIABLE, "")
     if value in ("", "0"):
         return ""
@@ -274,16 +274,16 @@ def asked_for(env: Mapping[str, str]) -> str:
 
 
 def started_with_stand_in(env: Mapping[str, str], asked: str = "") -> dict[str, str]:
-    """Return ``env`` for Pythons that start with the stand-in, and so do those that they start: the
-    workers of a DataLoader, ranks of another launcher. ``asked``: "replace", "1", or what ``env``
-    says already."""
+    """Return ``env`` for Python processes that use the stand-in, as do their child processes
+    (DataLoader workers, ranks of another launcher). ``asked``: "replace" or "1"; by default the
+    value in ``env``."""
     start = str(Path(__file__).parents[1] / "start")
     others = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", start)]
     return {**env, VARIABLE: asked or asked_for(env) or "1", "PYTHONPATH": os.pathsep.join([start, *others])}
 
 
 def pass_on_stand_in() -> None:
-    """Let the Pythons that this process starts have the stand-in, too."""
+    """Enable the stand-in in Python processes that this process starts."""
     os.environ.update(started_with_stand_in(os.environ))
 
 

@@ -1,5 +1,5 @@
-"""What DeepSpeed's other modules have that means nothing outside of scripts for DeepSpeed: enums of
-its configuration, its log, memory, tensors, groups of experts, monitors, profiles of models."""
+"""Parts of DeepSpeed's other modules that only scripts for DeepSpeed need: enums of the
+configuration, log, memory, tensors, groups of experts, monitors, model profiles."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ZeroStageEnum(IntEnum):
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where state may be kept."""
+    """Devices on which state can be stored."""
 
     none = "none"
     cpu = "cpu"
@@ -67,7 +67,7 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """The kinds of state that an engine holds."""
+    """The kinds of state of an engine."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -80,7 +80,7 @@ class OffloadStateTypeEnum(str, Enum):
 
 
 class ScriptLogger(logging.Logger):
-    """``deepspeed.utils.logger``: warnings and above go to the standard output, once if asked."""
+    """``deepspeed.utils.logger``: logs warnings and above to standard output, optionally once."""
 
     def __init__(self, name: str, level: int = logging.WARNING) -> None:
         super().__init__(name, level)
@@ -91,19 +91,19 @@ class ScriptLogger(logging.Logger):
         self._said: set[tuple[object, ...]] = set()
 
     def warning_once(self, msg: object, *args: object) -> None:
-        """Log a warning the first time that it comes with these arguments."""
+        """Log a warning the first time it is called with these arguments."""
         if (msg, *args) not in self._said:
             self._said.add((msg, *args))
             self.warning(msg, *args, stacklevel=2)
 
 
 logger = ScriptLogger("DeepSpeed", logging.getLogger("DeepSpeed").level or logging.WARNING)
-# logging.getLogger gives this one by name, and setLevel() reaches its cache.
+# Registered so that logging.getLogger returns this logger and setLevel() clears its cache.
 logging.Logger.manager.loggerDict[logger.name] = logger
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log ``message`` with this rank's number if it is among ``ranks`` (-1: all) or alone."""
+    """Log ``message`` with this rank's number if it is in ``ranks`` (-1: all) or the only rank."""
     rank = rank_and_size()[0] if is_distributed() else -1
     chosen = list(ranks or [])
     if rank == -1 or chosen[:1] == [-1] or rank in chosen:
@@ -111,7 +111,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Tensor], *_: Any, **__: Any) -> Callable[..., Tensor]:
-    """Return ``fn``: zero.Init leaves torch's constructors of tensors as they are."""
+    """Return ``fn``: zero.Init does not patch torch's tensor constructors."""
     return fn
 
 
@@ -119,7 +119,7 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Tensor], *_: Any, *
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Print the memory of rank 0's device and host if ``force``, and start a new peak."""
+    """If ``force``, print the memory of rank 0's device and host, and reset the peak."""
     if not force or rank_and_size()[0] != 0:
         return
     gc.collect()
@@ -134,8 +134,8 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Return ``item`` with its tensors on ``device``. Those that meet a criterion are changed in
-    place, so that every reference sees the move; with a criterion, the others stay."""
+    """Return ``item`` with its tensors on ``device``. With ``criterion_func``, move only matching
+    tensors, in place, so that every reference sees the move."""
 
     def move(tensor: Tensor) -> Tensor:
         if criterion_func is None:
@@ -151,7 +151,7 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """Return ``item`` with every tensor copied to ``device``, so that torch.save does not write the
-    flat buffers that the tensors are parts of."""
+    flat buffers that contain the tensors."""
     where = torch.device(device)
 
     def clone(tensor: Tensor) -> Tensor:
@@ -162,13 +162,13 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 
 def get_state_devices(model: Any, state: Any) -> set[torch.device]:
-    """Return the devices of an engine's states of a kind (an OffloadStateTypeEnum)."""
+    """Return the devices of an engine's state of one kind (an OffloadStateTypeEnum)."""
     found: set[torch.device] = model.optimizer.devices_of(state)
     return found
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed Python's, torch's and, where it is installed, numpy's generators alike."""
+    """Seed the generators of Python, torch and, if installed, numpy."""
     random.seed(seed)
     torch.manual_seed(seed % 2**63)
     try:
@@ -178,11 +178,11 @@ def set_random_seed(seed: int) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-# --- deepspeed.moe.utils: of models without DeepSpeed's experts -----------------------------------
+# --- deepspeed.moe.utils, for models without DeepSpeed's experts ----------------------------------
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Return that there are no layers of experts, and 0 experts: DeepSpeed's MoE is refused."""
+    """Return (False, 0): DeepSpeed's MoE layers are refused."""
     return False, 0
 
 
@@ -207,7 +207,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DsConfig:
-    """Return a ds_config's sections of monitors, for :class:`MonitorMaster`."""
+    """Return a ds_config for :class:`MonitorMaster`, from its monitor sections."""
     sections = ("tensorboard", "wandb", "csv_monitor", "comet")
     return read_ds_config({name: param_dict[name] for name in sections if name in param_dict})
 
@@ -225,31 +225,31 @@ class MonitorMaster(Monitor):
 
 class FlopsProfiler:
     """Counts and times the forwards of ``model`` between ``start_profile()`` and
-    ``stop_profile()``; DeepSpeed's names. What is counted is slower, so that small modules seem
-    slower than they are.
+    ``stop_profile()``, with DeepSpeed's names. Counting adds overhead, so small modules seem slower
+    than they are.
 
     Args:
-        ds_engine: accepted; it changes nothing.
-        recompute_fwd_factor: the part of forward that backward does again.
+        ds_engine: accepted and ignored.
+        recompute_fwd_factor: the fraction of forward that backward recomputes.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
         self.model = model
         self.recompute_fwd_factor = recompute_fwd_factor
         self._first = next(model.parameters(), torch.empty(0))
-        self._open: ExitStack | None = None  # the hooks and the counter, between start and stop
+        self._open: ExitStack | None = None  # hooks and counter between start and stop
         self._ignored: Sequence[type[nn.Module]] | None = None
         self.reset_profile()
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
-        """Begin, or go on. The report has no rows for modules of classes in ``ignore_list``."""
+        """Start or resume. The report has no rows for modules of classes in ``ignore_list``."""
         if self._open is None:
             self._open, self._ignored = ExitStack(), ignore_list
             self._open.enter_context(timed_modules(self.model, self._timers))
             self._counter = self._open.enter_context(flop_counter())
 
     def stop_profile(self) -> None:
-        """Pause, and take all hooks off; the numbers stay and can be read."""
+        """Pause, and remove all hooks. The numbers remain available."""
         if self._open is None:
             return
         self._open.close()
@@ -263,16 +263,16 @@ class FlopsProfiler:
     end_profile = stop_profile
 
     def reset_profile(self) -> None:
-        """Forget all numbers."""
+        """Reset all numbers."""
         self._timers, self._milliseconds = make_timers(self._first.device), defaultdict[str, float](float)
         self._total, self._by_module = 0, Counter[str]()
 
     def get_total_flops(self, as_string: bool = False) -> Any:
-        """Return the operations, a multiply-add as two."""
+        """Return the number of operations; a multiply-add counts as two."""
         return shorten(self._total, "FLOP") if as_string else self._total
 
     def get_total_macs(self, as_string: bool = False) -> Any:
-        """Return the multiply-adds."""
+        """Return the number of multiply-adds."""
         return shorten(self._total // 2, "MAC") if as_string else self._total // 2
 
     def get_total_duration(self, as_string: bool = False) -> Any:
@@ -293,7 +293,7 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | Path | None = None,
     ) -> None:
-        """Write the report to the standard output, or to ``output_file``."""
+        """Write the report to standard output, or to ``output_file``."""
         self.stop_profile()
         flops, ms = Flops(self._total, self._by_module), self._milliseconds
         peak = peak_of(self._first.device, self._first.dtype)
@@ -327,9 +327,9 @@ def get_model_profile(
     """Return ``(flops, multiply-adds, parameters)`` of one forward (or ``generate``) of ``model``
     in eval mode without gradients, as numbers or text.
 
-    ``input_shape`` makes one input of ones; otherwise ``args`` and ``kwargs`` are passed. The
-    report goes to the standard output, or to ``output_file``, without rows for modules of the
-    classes ``ignore_modules``. Raises ConfigError for an unknown mode.
+    ``input_shape`` creates one input of ones; otherwise ``args`` and ``kwargs`` are passed. Writes
+    the report to standard output, or to ``output_file``, without rows for modules of the classes
+    ``ignore_modules``. Raises ConfigError for an unknown mode.
     """
     if mode not in ("forward", "generate"):
         raise ConfigError(
@@ -350,7 +350,7 @@ def get_model_profile(
                 call(*args, **(kwargs or {}))  # type: ignore[operator]
     finally:
         profiler.stop_profile()
-        for module, training in modes:  # parts of a model in training may be frozen in eval mode
+        for module, training in modes:  # parts of a model in training mode may be in eval mode
             module.training = training
     if output_file is not None or print_profile:
         profiler.print_model_profile(1, module_depth, top_modules, detailed, output_file)

@@ -1,1 +1,1 @@
-"""Checkpoints and weights of other programs, made into ours without running their code."""
+"""Convert checkpoints and weights of other programs without running their code."""

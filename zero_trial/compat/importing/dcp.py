@@ -1,10 +1,10 @@
-"""Read a folder of torch.distributed.checkpoint (FSDP2, torchtitan) without pickle, as slices of
-tensors and an engine's state.
+"""Read a folder of torch.distributed.checkpoint (FSDP2, torchtitan), without running pickles, as
+slices of tensors and an engine's state.
 
     .metadata     a pickle: every entry's shape and chunks, and where each chunk's bytes are
     *.distcp      a file of torch.save for each chunk and each value that is no tensor, end to end
 
-Names as ``get_state_dict`` and torchtitan give them; the model's may have a prefix:
+Names are those of ``get_state_dict`` and torchtitan; model names may have a prefix:
 
     model.<name>                               or without ``model.``
     optimizer.state.<name>.<kind>
@@ -44,7 +44,7 @@ _OTHERS = ("train_state", "lr_scheduler", "dataloader", "rng", "rng_state", "tra
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A box of a tensor, and where the torch.save of it is."""
+    """A box of a tensor, and the location of its torch.save data."""
 
     file: str
     start: int
@@ -53,7 +53,7 @@ class _Chunk:
 
 
 class DcpFolder:
-    """The entries of a folder. Raises CheckpointError for what is not understood."""
+    """The entries of a folder. Raises CheckpointError for unknown content."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -78,13 +78,13 @@ class DcpFolder:
         self._maps: dict[str, memoryview] = {}
 
     def value(self, name: str) -> Any:
-        """Return what an entry that is not a tensor holds."""
+        """Return the value of an entry that is not a tensor."""
         return self._read(self._chunks[name][0])
 
     def slices(self, name: str, stored: str) -> list[tuple[str, Slice]]:
-        """Return the tensor ``name`` as slices of ``stored``, each with the file that it is in.
+        """Return the tensor ``name`` as slices of ``stored``, each with its file.
 
-        Where a chunk is not a range of rows, the whole tensor is joined in memory.
+        If a chunk is not a range of rows, assembles the whole tensor in memory.
         """
         shape = self.shapes[name]
         full = shape or ()
@@ -131,7 +131,7 @@ class DcpFolder:
         if chunk.file not in self._maps:
             try:
                 with path.open("rb") as file:
-                    # copy on write: torch wants memory that may be written to
+                    # copy on write, because torch requires writable memory
                     self._maps[chunk.file] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
             except (OSError, ValueError) as fault:
                 raise CheckpointError("this file cannot be read", where=str(path), got=str(fault)) from fault
@@ -155,8 +155,8 @@ def _state(value: Any, kind: str, where: str) -> Mapping[Any, Any]:
 
 
 def read_dcp(source: Path, options: ImportOptions) -> ImportedState:
-    """Read a folder of torch.distributed.checkpoint; tensors stay in their files until they are
-    written, but for those that are cut along another dimension than the first."""
+    """Read a folder of torch.distributed.checkpoint. Tensors remain in their files until written,
+    except tensors that are sharded along a dimension other than the first."""
     folder = DcpFolder(source)
     root = _optimizer_root(folder)
     kinds, steps = _optimizer_entries(folder, root)
@@ -195,9 +195,9 @@ def read_dcp(source: Path, options: ImportOptions) -> ImportedState:
 
 
 def _tied(folder: DcpFolder, prefix: str, name: str, trained: set[str]) -> str | None:
-    """Return the trained matrix that ``name``, of which the optimizer knows nothing, is another
-    name of: the one with its values. A folder holds both. A matrix with one value everywhere, as
-    first values are, is not another's."""
+    """Return the trained matrix that ``name`` (not in the optimizer) is tied to: the one with the
+    same values. A folder contains both. A constant matrix, such as initial values, is not treated
+    as tied."""
     shape = folder.shapes[prefix + name]
     if name in trained or shape is None or len(shape) < 2:
         return None
@@ -209,12 +209,12 @@ def _tied(folder: DcpFolder, prefix: str, name: str, trained: set[str]) -> str |
 
 
 def _ranges(folder: DcpFolder, key: str) -> list[Slice]:
-    """Return the slices of a tensor that have elements."""
+    """Return the nonempty slices of a tensor."""
     return [part for _, part in folder.slices(key, key) if part.start < part.stop]
 
 
 def _same_values(one: Sequence[Slice], two: Sequence[Slice]) -> bool:
-    """Compare the slices of two tensors of one shape, which may be cut at different elements."""
+    """Compare two tensors of the same shape whose slices may have different boundaries."""
     if sum(part.stop - part.start for part in one) != sum(part.stop - part.start for part in two):
         return False
     return all(
@@ -227,7 +227,7 @@ def _same_values(one: Sequence[Slice], two: Sequence[Slice]) -> bool:
 
 
 def _optimizer_root(folder: DcpFolder) -> str | None:
-    """Return what the names of the optimizer's entries begin with; None without an optimizer."""
+    """Return the prefix of the optimizer's entries; None without an optimizer."""
     roots = {name.partition("param_groups")[0] for name in folder.shapes if "param_groups" in name.split(".")}
     if len(roots) > 1:
         raise CheckpointError(
@@ -240,7 +240,7 @@ def _optimizer_root(folder: DcpFolder) -> str | None:
 
 
 def _optimizer_entries(folder: DcpFolder, root: str | None) -> tuple[dict[tuple[str, str], str], dict[str, float]]:
-    """Return (name, kind) -> key of what has a value per element, and name -> step."""
+    """Return (name, kind) -> key of state with a value per element, and name -> step."""
     kinds: dict[tuple[str, str], str] = {}
     steps: dict[str, float] = {}
     for key, shape in folder.shapes.items():
@@ -258,7 +258,7 @@ def _optimizer_entries(folder: DcpFolder, root: str | None) -> tuple[dict[tuple[
 
 
 def _model_prefix(folder: DcpFolder, root: str | None, trained: set[str]) -> str:
-    """Return what the model's names begin with: the same for all that the optimizer knows."""
+    """Return the prefix of the model's names, which all names in the optimizer share."""
     keys = [key for key in folder.shapes if root is None or not key.startswith(root) or not root]
     if not trained:
         return "model." if any(key.startswith("model.") for key in keys) else ""
@@ -282,7 +282,7 @@ def _note_optimizer(
     state: dict[str, Any],
     left_out: list[str],
 ) -> None:
-    """Note groups, their settings and steps, and the kinds of state."""
+    """Record groups, their settings and steps, and the kinds of state."""
     place = f"{root}param_groups"
     members: list[list[str]] = []
     settings: list[dict[str, Any]] = []
@@ -299,7 +299,7 @@ def _note_optimizer(
                 rows.setdefault(owner, {})[setting] = value.item() if torch.is_tensor(value) else value
         if numbered:
             settings = [rows[owner] for owner in sorted(rows, key=int)]
-        else:  # a row for each parameter: those that are alike are a group
+        else:  # one row per parameter: equal rows form a group
             for owner, row in rows.items():
                 same = next((number for number, known in enumerate(settings) if known == row), None)
                 if same is None:

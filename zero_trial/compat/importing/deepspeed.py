@@ -39,7 +39,7 @@ State = Mapping[Any, Any]
 
 
 def read_deepspeed(folder: DeepSpeedFolder, options: ImportOptions) -> ImportedState:
-    """Open all files; tensors stay in them until written. Raises CheckpointError."""
+    """Open all files; tensors remain in the files until written. Raises CheckpointError."""
     models = [_dict(path) for path in folder.models]
     model = ModelStates(models, options, str(folder.models[0]))
     left_out = [f"{name}: not a tensor" for name in model.not_tensors]
@@ -72,7 +72,7 @@ def read_deepspeed(folder: DeepSpeedFolder, options: ImportOptions) -> ImportedS
 def _sharded(
     model: ModelStates, optimizers: Sequence[State], options: ImportOptions, state: dict[str, Any], left_out: list[str]
 ) -> tuple[int, list[list[Slice]]]:
-    """Read stages 1 to 3: masters and moments from flat buffers, the rest from model files."""
+    """Read stages 1 to 3: masters and moments from flat buffers, all else from model files."""
     stage = stage_of(optimizers[0])
     groups = flat_groups(model.first, optimizers, options, model.where)
     shapes = {run.name: run.shape for group in groups for run in group.runs}
@@ -99,7 +99,7 @@ def _sharded(
 
 
 def _whole(model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]) -> list[list[Slice]]:
-    """Read stage 0: the optimizer is in the model's file. Without one, read the weights."""
+    """Read stage 0: the optimizer, if any, is in the model's file; else read the weights."""
     placeholders = {name for name, tensor in model.tensors.items() if tensor.numel() == 0}
     if any(prod(shape) > 0 and name in placeholders for name, shape in model.frozen_shapes().items()):
         raise CheckpointError("a checkpoint of ZeRO stage 3 without its optimizer files", where=model.where)
@@ -124,7 +124,7 @@ def _whole(model: ModelStates, options: ImportOptions, state: dict[str, Any], le
 
 def _state(model: ModelStates, left_out: list[str]) -> dict[str, Any]:
     content, frozen = model.first, None
-    if isinstance(content.get("param_shapes"), list):  # what is in no flat buffer
+    if isinstance(content.get("param_shapes"), list):  # parameters that are in no flat buffer
         named = {name for part in shapes_of(content, model.options, model.where) for name in part}
         frozen = sorted({*model.parameters, *model.frozen_shapes()} - named)
     config = plain_or_none(content.get("ds_config"), "ds_config", left_out)
@@ -139,7 +139,7 @@ def _state(model: ModelStates, left_out: list[str]) -> dict[str, Any]:
 
 
 def _ranks(content: State) -> int:
-    """Return how many ranks saved, where their number is not that of the files."""
+    """Return the number of ranks that saved, which can differ from the number of files."""
     found = content.get("dp_world_size")
     return found if type(found) is int and found > 0 else 1
 
@@ -158,8 +158,8 @@ def _inner(path: Path) -> State:
     return found
 
 
-# The universal form, which DeepSpeed's own converter writes: one folder per parameter, one file per
-# kind of state.
+# The universal format, written by DeepSpeed's converter: a folder per parameter, a file per kind of
+# state.
 
 
 COMMON = "optimizer_state.pt"
@@ -168,7 +168,7 @@ COMMON = "optimizer_state.pt"
 def read_universal(
     zero: Path, model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]
 ) -> list[Slice]:
-    """Read masters and moments of every trained parameter, and ``state``'s part of them."""
+    """Read masters and moments of every trained parameter; fill their part of ``state``."""
     common = read_torch_file(zero / COMMON) if (zero / COMMON).is_file() else {}
     if not isinstance(common, dict):
         raise CheckpointError("not a dict", where=str(zero / COMMON), got=type(common).__name__)
@@ -198,14 +198,14 @@ def read_universal(
 
 
 def _folder(zero: Path, name: str, options: ImportOptions) -> Path:
-    """Return the folder, which has the name with its prefix, where it had one."""
+    """Return the folder of a parameter; its name includes the prefix, if any."""
     prefixed = zero / (options.strip + name)
     return prefixed if prefixed.is_dir() else zero / name
 
 
 def _steps(scalars: dict[str, dict[str, float]], inner: Any, home: list[int], state: Mapping[str, Any]) -> None:
-    """Add the step of each group. Stage 3 keeps it with what all parameters share, or nowhere: then
-    it is the number of steps that were applied."""
+    """Add the step of each group. Stage 3 stores the step with the shared state or not at all; then
+    use the number of applied steps."""
     rows = inner.get("state", {}) if isinstance(inner, dict) else {}
     for index, group in enumerate(home):
         row = rows.get(index, {}) if isinstance(rows, dict) else {}

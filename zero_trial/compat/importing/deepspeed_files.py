@@ -28,8 +28,8 @@ _OTHER = {
 
 @dataclass(frozen=True)
 class DeepSpeedFolder:
-    """The files of a DeepSpeed checkpoint, by data-parallel rank; ``universal``: the folder that
-    DeepSpeed's own converter has written."""
+    """The files of a DeepSpeed checkpoint, by data-parallel rank; ``universal``: the folder from
+    DeepSpeed's converter."""
 
     path: Path
     models: tuple[Path, ...]
@@ -38,10 +38,10 @@ class DeepSpeedFolder:
 
 
 def find_deepspeed(source: Path, tag: str | None) -> DeepSpeedFolder | None:
-    """Find the checkpoint at ``source``: a folder of tags, or a tag's own. None if there is nothing
-    of DeepSpeed there.
+    """Find the checkpoint at ``source``, a folder of tags or the folder of a tag. None if there is
+    no DeepSpeed checkpoint.
 
-    Raises CheckpointError for one that is not whole, is in parallel parts, or has an unknown tag.
+    Raises CheckpointError if it is incomplete, model-parallel, or the tag is unknown.
     """
     folder = _tag_folder(source, tag)
     if folder is None:
@@ -124,7 +124,7 @@ def _by_rank(folder: Path, files: list[str], pattern: re.Pattern[str]) -> tuple[
     return tuple(folder / found[rank] for rank in sorted(found))
 
 
-# Model states: weights and buffers under the names that our checkpoints give them.
+# Model states: weights and buffers under the names of our checkpoints.
 
 
 State = Mapping[Any, Any]
@@ -135,7 +135,7 @@ class ModelStates:
     without the prefix to strip.
 
     Args:
-        contents: of the file; at stage 3 of each rank's file.
+        contents: the content of the file; at stage 3, of each rank's file.
     """
 
     def __init__(self, contents: Sequence[State], options: ImportOptions, where: str) -> None:
@@ -165,11 +165,12 @@ class ModelStates:
 
     @property
     def parameters(self) -> list[str]:
-        """Return every parameter by its first name, in the model's order."""
+        """Return every parameter by its first name, in model order."""
         return [name for name in self.tensors if name not in self.buffers and name not in self.aliases]
 
     def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of what the optimizer lacks, as DeepSpeed does (stages 2 and 3)."""
+        """Return the shapes of parameters that the optimizer lacks, like DeepSpeed (stages 2,
+        3)."""
         found = self.first.get("frozen_param_shapes")
         return (
             {
@@ -181,10 +182,10 @@ class ModelStates:
         )
 
     def weights(self, but: set[str], sharded: bool) -> list[list[Slice]]:
-        """List parameters that are not among ``but``, and buffers: one row per file of model
-        states; ``sharded`` is stage 3.
+        """List parameters that are not in ``but``, and buffers: one row per file of model states;
+        ``sharded`` means stage 3.
 
-        Raises CheckpointError for a parameter of which there are no values.
+        Raises CheckpointError for a parameter without values.
         """
         rows: list[list[Slice]] = [[] for _ in self._contents]
         frozen = self.frozen_shapes() if sharded else {}
@@ -203,7 +204,7 @@ class ModelStates:
         return rows
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that the optimizer and the module mean the same tensors. Raises CheckpointError."""
+        """Raise CheckpointError unless the optimizer and the module have the same tensors."""
         for name, shape in shapes.items():
             held = self.tensors.get(name)
             if held is None or (held.shape != shape and held.numel() != 0):
@@ -213,7 +214,7 @@ class ModelStates:
                 )
 
     def _fragments(self, name: str, shape: tuple[int, ...], rows: list[list[Slice]]) -> None:
-        """Read a frozen parameter of stage 3: each rank's file has its part of it."""
+        """Read a frozen parameter of stage 3 from the fragments in all ranks' files."""
         numel = prod(shape)
         share = -(-numel // len(rows))
         if numel == 0:
@@ -238,7 +239,7 @@ class ModelStates:
         return fragment.detach().reshape(-1)[:size].contiguous()
 
     def _aliases(self) -> dict[str, str]:
-        """Find tied names: listed by DeepSpeed, and at stages 0 to 2 those that share elements."""
+        """Find tied names: listed by DeepSpeed, and at stages 0 to 2 also by shared elements."""
         shared = self.first.get("shared_params")
         found = (
             {self.options.own(str(alias)): self.options.own(str(name)) for alias, name in shared.items()}

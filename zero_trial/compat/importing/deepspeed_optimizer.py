@@ -1,4 +1,4 @@
-"""The optimizer as DeepSpeed saves it: at ZeRO stages 1 to 3 flat buffers by rank, cut into
+"""The optimizer as DeepSpeed saves it: at ZeRO stages 1 to 3, flat buffers by rank that contain the
 parameters.
 
 stages 1, 2   aaaaabbb|bccccc..               a group's parameters end to end, padded, cut into one
@@ -6,10 +6,10 @@ stages 1, 2   aaaaabbb|bccccc..               a group's parameters end to end, p
 stage 3       rank 0 aaabbc  rank 1 aa.bbc    each parameter cut by itself, ceil(numel / ranks)
                                               elements each; a rank's partitions end to end
 
-Stage 0 numbers its parameters, and the numbers are matched with the model's names. They follow the
-model's own order inside each group, as every usual way of making groups leaves it. With the shapes
-(and, in 16 bit, the values of the masters) there is then mostly one way to match them. Where there
-are two, the import stops and asks for the names.
+Stage 0 numbers its parameters, and the numbers are matched with the model's names. Numbers follow
+the model's order within each group, as in all common ways of building groups. With the shapes (and,
+in 16 bit, the masters' values) there is usually only one match. If there are two, the import stops
+and asks for the names.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ State = Mapping[Any, Any]
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """One flat buffer of the optimizer on all ranks: its masters and each kind of its state, by
-    rank. ``group``: the one with its hyperparameters."""
+    """One flat buffer of the optimizer on all ranks: masters and each kind of state, by rank.
+    ``group``: the group with its hyperparameters."""
 
     group: int
     runs: Sequence[FlatRange]
@@ -49,8 +49,8 @@ class FlatGroup:
     scalars: Mapping[str, float]
 
     def slices(self, rank: int, with_state: bool, where: str) -> Iterator[Slice]:
-        """Yield what ``rank``'s buffers hold of the parameters, padding left out. Raises
-        CheckpointError for a buffer that is too short."""
+        """Yield the parts of parameters in ``rank``'s buffers, without padding. Raises
+        CheckpointError if a buffer is too short."""
         buffers = {"param": self.masters[rank]}
         if with_state:
             buffers |= {f"state/{kind}": of_ranks[rank] for kind, of_ranks in self.states.items()}
@@ -64,7 +64,7 @@ class FlatGroup:
 
 
 def stage_of(optimizer: State) -> int:
-    """Return the ZeRO stage that wrote this; the bf16 optimizer has stage 1's layout."""
+    """Return the ZeRO stage that wrote ``optimizer``; the bf16 optimizer has stage 1's layout."""
     found = optimizer.get("zero_stage", 1)
     if isinstance(found, UnknownObject):
         found = found.args[0] if found.args else None
@@ -74,8 +74,8 @@ def stage_of(optimizer: State) -> int:
 
 
 def flat_groups(model: State, optimizers: Sequence[State], options: ImportOptions, where: str) -> list[FlatGroup]:
-    """Read all buffers of all ranks, matched with the shapes that the model's file names. Raises
-    CheckpointError where they do not match."""
+    """Read all buffers of all ranks, and match them with the shapes in the model's file. Raises
+    CheckpointError if they do not match."""
     stage, ranks = stage_of(optimizers[0]), len(optimizers)
     counts = optimizers[0].get("partition_count", ranks)
     most = max(as_integers(counts, f"{where}, partition_count")) if isinstance(counts, list) and counts else counts
@@ -112,7 +112,7 @@ def flat_groups(model: State, optimizers: Sequence[State], options: ImportOption
 
 
 def shapes_of(model: State, options: ImportOptions, where: str) -> list[dict[str, tuple[int, ...]]]:
-    """Return the trained parameters by flat buffer, in their order there."""
+    """Return the trained parameters by flat buffer, in buffer order."""
     place = f"{where}, param_shapes"
     return [
         {options.own(str(name)): as_shape(shape, f"{place}, {name}") for name, shape in as_dict(part, place).items()}
@@ -127,7 +127,7 @@ def param_groups(optimizer: State, where: str) -> list[dict[Any, Any]]:
 
 
 def _gaps(optimizer: State, count: int, where: str) -> list[list[int]] | None:
-    """Return the elements left free behind each parameter at stages 1 and 2, by flat buffer."""
+    """Return the padding elements after each parameter at stages 1 and 2, by flat buffer."""
     found, place = optimizer.get("param_alignment_paddings"), f"{where}, param_alignment_paddings"
     if not isinstance(found, list) or not found:
         return None
@@ -140,7 +140,7 @@ def _gaps(optimizer: State, count: int, where: str) -> list[list[int]] | None:
 def _state(
     optimizers: Sequence[State], inner: str, index: int, where: str
 ) -> tuple[dict[str, list[torch.Tensor]], dict[str, float]]:
-    """Return the state of one buffer: tensors by kind and rank, and what is one number."""
+    """Return the state of one buffer: tensors by kind and rank, and scalars by kind."""
     rows = [optimizer_state(each.get(inner), f"{where}, {inner}").get(index, {}) for each in optimizers]
     if any(row.keys() != rows[0].keys() for row in rows):
         raise CheckpointError(
@@ -154,13 +154,13 @@ def _state(
         else:
             scalars |= one_number(str(kind), first)
     for group in optimizer_groups(optimizers[0].get(inner), f"{where}, {inner}"):
-        if index in group["params"]:  # where older optimizers keep it; newer ones leave a 0 there
+        if index in group["params"]:  # older optimizers store the step here; newer ones store 0
             scalars = one_number("step", group.get("step")) | scalars
     return states, scalars
 
 
 def group_of_buffer(groups: Sequence[State], count: int) -> list[int]:
-    """Return the group of each buffer; stage 3 may cut one, see the groups' ``params``."""
+    """Return the group of each buffer; stage 3 may split a group, see the groups' ``params``."""
     home = {place: index for index, group in enumerate(groups) for place in group["params"]}
     return [home.get(index, index) for index in range(count)]
 
@@ -185,11 +185,11 @@ class FlatRange(NamedTuple):
 def whole_group_runs(
     shapes: Shapes, partition: int, ranks: int, gaps: Sequence[int] | None, where: str
 ) -> list[FlatRange]:
-    """Return the runs of stages 1 and 2: ``partition`` elements on each of ``ranks``; ``gaps``:
-    elements left free behind each parameter.
+    """Return the ranges of stages 1 and 2: ``partition`` elements on each of ``ranks``; ``gaps``:
+    padding elements after each parameter.
 
-    Raises CheckpointError where these parameters would not fill the buffer but for the padding that
-    makes all partitions equal.
+    Raises CheckpointError if these parameters do not fill the buffer up to the padding that makes
+    all partitions equal.
     """
     gaps = list(gaps) if gaps is not None else [0] * len(shapes)
     used = sum(prod(shape) for shape in shapes.values()) + sum(gaps)
@@ -204,8 +204,8 @@ def whole_group_runs(
 
 
 def each_parameter_runs(shapes: Shapes, partition: int, ranks: int, where: str) -> list[FlatRange]:
-    """Return the runs of stage 3: a rank's buffer holds ``partition`` elements. Raises
-    CheckpointError where these parameters do not fill it."""
+    """Return the ranges of stage 3: a rank's buffer has ``partition`` elements. Raises
+    CheckpointError if these parameters do not fill the buffer."""
     found: list[FlatRange] = []
     at = 0
     for name, shape in shapes.items():
@@ -244,11 +244,11 @@ def _other_layout(where: str, held: int, named: int) -> CheckpointError:
 
 
 class NumberedOptimizer:
-    """The state of an optimizer that knows its parameters by number.
+    """The state of an optimizer that numbers its parameters.
 
     Args:
-        optimizer: torch's state dict, or DeepSpeed's with 16-bit parameters, which adds masters and
-            may flatten each group into one.
+        optimizer: torch's state dict, or DeepSpeed's for 16-bit parameters, which adds masters and
+            may flatten each group into one tensor.
     """
 
     def __init__(self, optimizer: State, model: ModelStates, options: ImportOptions) -> None:
@@ -275,7 +275,7 @@ class NumberedOptimizer:
         )
 
     def scalars(self) -> dict[str, dict[str, float]]:
-        """Collect the one number per group. Raises CheckpointError if a group's tensors differ."""
+        """Return each group's scalars. Raises CheckpointError if they differ within a group."""
         found: dict[str, dict[str, float]] = {}
         for index, group in enumerate(self.groups):
             own: dict[str, float] = {}
@@ -296,7 +296,7 @@ class NumberedOptimizer:
         return found
 
     def slices(self) -> list[Slice]:
-        """Return masters, where there are any, and moments."""
+        """Return masters, if there are any, and moments."""
         found = []
         for index, row in enumerate(self.names):
             for name, place in row:
@@ -311,7 +311,7 @@ class NumberedOptimizer:
         return [as_tensor(value, place) for value in as_list(rows, place)]
 
     def _check_counts(self) -> None:
-        """Check that each group has its masters. Raises CheckpointError."""
+        """Raise CheckpointError unless each group has its masters."""
         counts = [len(group["params"]) for group in self.groups]
         if self._flat is not None and (len(self._flat) != len(counts) or 0 in counts):
             got, expected = f"{len(self._flat)} flat buffers", f"one for each of {len(counts)} groups of parameters"
@@ -356,7 +356,7 @@ class NumberedOptimizer:
         return [len(group["params"]) for group in self.groups]
 
     def _fits(self, name: str, group: int, place: int) -> int:
-        """Return where ``name`` would end if it began at ``place``; -1 if that is taken."""
+        """Return the end of ``name`` if it begins at ``place``; -1 if it does not fit there."""
         weight = self._model.tensors[name]
         if self._flat is not None:
             end = place + weight.numel()
@@ -369,7 +369,7 @@ class NumberedOptimizer:
         return place + 1
 
     def _shape_at(self, group: int, place: int) -> tuple[int, ...] | None:
-        """Return the shape of the tensor at a place; None if it has no state yet."""
+        """Return the shape of the tensor at a position; None if it has no state yet."""
         if self._masters is not None:
             return self._masters[group][place].shape
         state = self._state.get(self.groups[group]["params"][place], {})
@@ -385,7 +385,7 @@ class NumberedOptimizer:
         return torch.equal(part[:64].to(values.dtype), values[:64]) and torch.equal(part.to(values.dtype), values)
 
     def _given(self, names: Sequence[Sequence[str]]) -> list[list[tuple[str, int]]]:
-        """Check the names that the user gave. Raises CheckpointError for an impossible one."""
+        """Return the places of the user's names. Raises CheckpointError if a name is impossible."""
         found: list[list[tuple[str, int]]] = []
         for group, end in enumerate(self._ends()):
             row, place = [], 0
@@ -403,7 +403,7 @@ class NumberedOptimizer:
         return found
 
 
-# The matching, as counting of ways.
+# The matching, by counting the possible assignments.
 
 
 Fits = Callable[[str, int, int], int]
@@ -413,10 +413,10 @@ MOST_STATES = 200_000
 
 
 def deal(names: Sequence[str], ends: Sequence[int], fits: Fits, where: str) -> list[list[tuple[str, int]]]:
-    """Assign to each group its parameters with their places, from place 0 to ``ends[group]``;
-    parameters that are left over were not trained.
+    """Assign parameters with their places (0 to ``ends[group]``) to each group; unassigned
+    parameters were not trained.
 
-    Raises CheckpointError where there is no way, or more than one.
+    Raises CheckpointError if there is no assignment, or more than one.
     """
     start = (0,) * len(ends)
     ways: list[dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]]] = []
@@ -443,7 +443,7 @@ def deal(names: Sequence[str], ends: Sequence[int], fits: Fits, where: str) -> l
 def _trace(
     names: Sequence[str], ways: list[dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]]], end: tuple[int, ...]
 ) -> list[list[tuple[str, int]]]:
-    """Trace backwards: a state has one origin, since there is one way in."""
+    """Trace backwards: each state has one origin, because the assignment is unique."""
     found: list[list[tuple[str, int]]] = [[] for _ in end]
     state = end
     for name, step in zip(reversed(names), reversed(ways), strict=True):

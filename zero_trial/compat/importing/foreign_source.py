@@ -1,5 +1,5 @@
-"""Find out what a path holds, and read it. Plain weights are read here, with what Hugging Face's
-Trainer saves beside them; DeepSpeed's checkpoints and torch's have modules of their own."""
+"""Detect the format of a path, and read it. This module reads plain weights and the other files of
+Hugging Face's Trainer; checkpoints of DeepSpeed and torch have their own modules."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ TRAINER_STATE = "trainer_state.json"
 
 
 def read_source(source: Path, tag: str | None, options: ImportOptions) -> ImportedState:
-    """Read a path with the reader of its format. Raises CheckpointError for a path of
-    no known format, or a missing one."""
+    """Read a path with the reader of its format. Raises CheckpointError if the format is unknown or
+    the path is missing."""
     if not source.exists():
         raise CheckpointError("no such file or folder", where=str(source))
     folder = find_deepspeed(source, tag)
     if folder is not None:
         try:
             return read_deepspeed(folder, options)
-        except RuntimeError as fault:  # of torch: a tensor instead of a number or a list
+        except RuntimeError as fault:  # from torch: a tensor instead of a number or a list
             raise CheckpointError("unexpected content", where=str(source), got=str(fault)[:200]) from fault
     if (source / METADATA).is_file():
         return read_dcp(source, options)
@@ -76,7 +76,7 @@ WRAPPERS = ("state_dict", "model", "module", "model_state_dict")
 
 
 def find_weights(source: Path) -> Path | None:
-    """Find the file of weights, or the index of several, at ``source``."""
+    """Return the file of weights, or the index of several files, at ``source``."""
     if source.is_file():
         return source
     return next((source / name for name in NAMES if (source / name).is_file()), None) if source.is_dir() else None
@@ -122,7 +122,7 @@ def read_weights(path: Path, options: ImportOptions) -> ImportedState:
 
 
 def _tensors(path: Path, left_out: list[str]) -> dict[str, tuple[torch.Tensor, Any]]:
-    """Return name -> tensor and what two names of one tensor have in common."""
+    """Return name -> tensor and a key that is equal for tied names."""
     if path.suffix == ".safetensors":
         return _from_safetensors(path)
     content = read_torch_file(path)
@@ -155,24 +155,24 @@ def _from_safetensors(path: Path) -> dict[str, tuple[torch.Tensor, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: (file.get_tensor(name), object()) for name in file.keys()}  # noqa: SIM118 - not a dict
-            # other names of a tensor, as ``engine.save_16bit_model`` writes them into a file
+            # aliases of a tensor, as written by ``engine.save_16bit_model``
             pairs = {key[6:]: name for key, name in (file.metadata() or {}).items() if key.startswith("alias:")}
             return found | {alias: found[name] for alias, name in pairs.items() if name in found and alias not in found}
     except (SafetensorError, OSError) as fault:
         raise CheckpointError("this file cannot be read", where=str(path), got=str(fault)) from fault
 
 
-# A ``checkpoint-N`` of Hugging Face's Trainer that torch alone has trained (one process, DDP, FSDP
-# with a full state dict).
+# A ``checkpoint-N`` of Hugging Face's Trainer from training without DeepSpeed (one process, DDP, or
+# FSDP with a full state dict).
 #
 #     model.safetensors, or with an index   weights
 #     optimizer.pt                          torch's state dict: parameters by number
 #     scheduler.pt                          torch's state dict
 #     trainer_state.json                    global_step
 #
-# The optimizer's numbers follow the model's own order, with weight decay first and without it
-# second. The files do not have that order; the class that ``config.json`` names has it, built
-# without memory.
+# The optimizer numbers parameters in model order, first those with weight decay, then those
+# without. The files do not contain that order, so we build the class in ``config.json`` on the meta
+# device.
 
 
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
@@ -180,8 +180,8 @@ _GIVE_NAMES = "Pass --names FILE, a JSON list of the parameters' names in each g
 
 
 def add_trainer_state(folder: Path, weights: ImportedState, options: ImportOptions) -> ImportedState:
-    """Return ``weights`` with what else the Trainer's folder has: optimizer, schedule and step. The
-    tag is the name under which a Trainer with an engine looks for it."""
+    """Return ``weights`` with the Trainer's optimizer, schedule and step. The tag is the name that
+    a Trainer with an engine expects."""
     path = folder / TRAINER_STATE
     try:
         step = int(json.loads(path.read_text(encoding="utf-8"))["global_step"])
@@ -218,7 +218,7 @@ def _optimizer(
     state: dict[str, Any],
     left_out: list[str],
 ) -> list[Slice]:
-    """Note groups and steps in ``state``; return the moments."""
+    """Record groups and steps in ``state``; return the moments."""
     content, where = as_dict(read_torch_file(path), str(path)), str(path)
     groups, states = optimizer_groups(content, where), optimizer_state(content, where)
     counts = [len(group["params"]) for group in groups]
@@ -255,8 +255,8 @@ def _optimizer(
 
 
 def _architecture(folder: Path) -> tuple[list[list[str]], dict[str, str]]:
-    """Return the parameters' names in each of the Trainer's groups, and other names of tied ones,
-    from the class that config.json names. Raises CheckpointError without it."""
+    """Return the parameters' names in each of the Trainer's groups, and aliases of tied ones, from
+    the class in config.json. Raises CheckpointError if the class is unavailable."""
     try:
         import transformers
     except ImportError as fault:
@@ -271,7 +271,7 @@ def _architecture(folder: Path) -> tuple[list[list[str]], dict[str, str]]:
         with torch.device("meta"):
             model = kind(config)
         decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))
-    except Exception as fault:  # of a library's many kinds: a class that is not its own, a damaged file
+    except Exception as fault:  # the library raises many kinds: an unknown class, a damaged file
         raise CheckpointError(
             "the model's class cannot be built to find its parameters' order",
             where=str(folder / "config.json"),

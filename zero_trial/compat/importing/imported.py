@@ -1,6 +1,5 @@
-"""What was read from another program's files, and how it is written as a checkpoint of ours. What
-an engine's checkpoint says next to its tensors (counters, loss scale, groups, client state) is made
-from what DeepSpeed wrote."""
+"""Data read from another program's files, and writing it as a zero_trial checkpoint. The engine
+state besides tensors (counters, loss scale, groups, client state) is derived from DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from zero_trial.errors import CheckpointError
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """What the user asked for.
+    """The user's options.
 
     Attributes:
         strip: a prefix to remove from all names.
@@ -37,18 +36,18 @@ class ImportOptions:
     buffers: tuple[str, ...] = ()
 
     def own(self, name: str) -> str:
-        """Return a name of the source as the model has it."""
+        """Return the model's name for a name of the source."""
         return name.removeprefix(self.strip) if self.strip else name
 
 
 @dataclass(frozen=True)
 class ImportedState:
-    """A foreign checkpoint in the form of an engine's.
+    """Another program's checkpoint in the form of an engine's.
 
     Attributes:
-        shards: a row of slices for each file to write.
-        state: an engine's, with tensors.
-        left_out: a line for each thing that is lost.
+        shards: a row of slices per output file.
+        state: an engine's state, with tensors.
+        left_out: a line for each lost item.
     """
 
     kind: str
@@ -64,12 +63,12 @@ class ImportedState:
         return int(self.state["counters"]["global_steps"])
 
     def names(self, wanted: Callable[[str], bool]) -> list[str]:
-        """List the logical tensors whose names are wanted, each once."""
+        """List the matching names of logical tensors, without duplicates."""
         return sorted({part.name for shard in self.shards for part in shard if wanted(part.name)})
 
 
 def folder_name(folder: Path) -> str:
-    """Return a folder's own name, also of one that is given as ``.`` or ``..``."""
+    """Return a folder's own name, also if the path is ``.`` or ``..``."""
     return Path(os.path.abspath(folder)).name
 
 
@@ -79,12 +78,12 @@ name."""
 
 
 def is_buffer(name: str, tensor: torch.Tensor, patterns: Iterable[str]) -> bool:
-    """Return whether a tensor cannot be trained, or is named like a buffer."""
+    """Return whether a tensor is not trainable, or its name matches a buffer pattern."""
     return not tensor.dtype.is_floating_point or any(fnmatchcase(name, pattern) for pattern in (*BUFFERS, *patterns))
 
 
 def fresh_state() -> dict[str, Any]:
-    """Return an engine's state before its first step, for weights that come alone."""
+    """Return an engine's state before its first step, for weights without a state."""
     return {
         "counters": {"global_steps": 0, "global_samples": 0, "micro_steps": 0, "skipped_steps": 0},
         "loss_scaler": {"kind": "static", "scale": 1.0},
@@ -104,9 +103,9 @@ def write_imported(imported: ImportedState, directory: Path, tag: str | None = N
     """Write ``<directory>/<tag>``: one file per shard, each tensor read from the source's memory
     map as it is written.
 
-    There is no state of single ranks in it: their random generators are another program's. Raises
-    CheckpointError, and leaves nothing behind; also where a checkpoint has that name: a run may
-    have gone on from an earlier import of it.
+    Writes no per-rank state, because random generator states of another program do not apply.
+    Raises CheckpointError, leaving no files, also if a checkpoint has this name: a run may have
+    continued from an earlier import.
     """
     disk, final = DurableFiles(), directory / check_tag(tag or imported.tag)
     if (final / MANIFEST_NAME).exists():
@@ -129,7 +128,7 @@ def write_imported(imported: ImportedState, directory: Path, tag: str | None = N
     return final
 
 
-# --- what DeepSpeed says, as an engine notes it ---------------------------------------------------
+# --- DeepSpeed's state in an engine's form --------------------------------------------------------
 
 OWN_KEYS = frozenset((
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
@@ -158,16 +157,16 @@ _NUMPY = {
 
 
 class NotPlain(Exception):
-    """A value that a checkpoint of ours cannot hold; its text is the place and the kind."""
+    """A value that our checkpoints cannot store; the message is its path and type."""
 
 
 def plain(value: Any, place: str = "", budget: list[int] | None = None, depth: int = 0) -> Any:
-    """Return ``value`` with tensors read. Raises NotPlain for what would need pickle."""
+    """Return ``value`` with tensors read. Raises NotPlain for values that require pickle."""
     budget = [MOST_VALUES] if budget is None else budget
     budget[0] -= 1
     if budget[0] < 0:
         raise NotPlain(f"{place}: more than {MOST_VALUES} values")
-    if depth > DEEPEST:  # a structure may contain itself
+    if depth > DEEPEST:  # structures can be recursive
         raise NotPlain(f"{place[:100]}: nested more than {DEEPEST} deep")
     if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
         return value
@@ -186,7 +185,7 @@ def plain(value: Any, place: str = "", budget: list[int] | None = None, depth: i
 
 
 def _numpy_number(value: UnknownObject, place: str) -> int | float | bool:
-    """Turn ``numpy.float64(0.5)`` and its kin into the number that it is."""
+    """Convert ``numpy.float64(0.5)`` and other numpy scalars to Python numbers."""
     dtype, data = value.args if len(value.args) == 2 else (None, None)
     code = dtype.args[0] if isinstance(dtype, UnknownObject) and dtype.args else None
     form = _NUMPY.get(code) if isinstance(code, str) else None
@@ -197,7 +196,7 @@ def _numpy_number(value: UnknownObject, place: str) -> int | float | bool:
 
 
 def plain_or_none(value: Any, place: str, left_out: list[str]) -> Any:
-    """Return ``plain``, or None and a line in ``left_out``."""
+    """Return ``plain(value)``, or None after adding a line to ``left_out``."""
     try:
         return plain(value, place)
     except NotPlain as fault:
@@ -206,8 +205,8 @@ def plain_or_none(value: Any, place: str, left_out: list[str]) -> Any:
 
 
 def plain_items(values: Mapping[str, Any], place: str, left_out: list[str]) -> dict[str, Any]:
-    """Return ``plain`` of each value, and for what cannot be saved a line in ``left_out``.
-    ``place``: of a key, which replaces ``{}``."""
+    """Return ``plain`` of each value; add a line to ``left_out`` for values that cannot be saved.
+    ``place``: path of a value; the key replaces ``{}``."""
     found = {}
     for key, value in values.items():
         try:
@@ -218,13 +217,13 @@ def plain_items(values: Mapping[str, Any], place: str, left_out: list[str]) -> d
 
 
 def client_state(model: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
-    """Return what the client had put into the file, without what cannot be saved."""
+    """Return the client's entries in the file, except those that cannot be saved."""
     return plain_items({k: v for k, v in model.items() if k not in OWN_KEYS}, "client state {!r}", left_out)
 
 
 def counters(model: Mapping[str, Any]) -> dict[str, int]:
-    """Compute the counters. DeepSpeed does not save micro-batches; they follow from the steps and
-    its configuration's accumulation."""
+    """Return the counters. DeepSpeed does not save micro-batches, so compute them from the steps
+    and the configured accumulation."""
     steps, config = _whole(model.get("global_steps")), model.get("ds_config")
     return {
         "global_steps": steps,
@@ -235,7 +234,7 @@ def counters(model: Mapping[str, Any]) -> dict[str, int]:
 
 
 def loss_scaler(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a scaler object (stages 1 to 3) or its numbers (stage 0)."""
+    """Return the loss scaler's state, from an object (stages 1 to 3) or numbers (stage 0)."""
     scaler = optimizer.get("loss_scaler")
     numbers = scaler.state if isinstance(scaler, UnknownObject) and isinstance(scaler.state, dict) else dict(optimizer)
     scale = float(_number(numbers.get("cur_scale"), 1.0))
@@ -265,8 +264,8 @@ def note_optimizer(
     left_out: list[str],
     count: int = 0,
 ) -> None:
-    """Note in an engine's ``state`` which optimizer this was, its groups' hyperparameters and
-    numbers, and the kinds of its state. ``count``: of groups, where nothing is known of them."""
+    """Record in an engine's ``state`` the optimizer's identity, its groups' hyperparameters and
+    scalars, and the kinds of its state. ``count``: the number of groups if ``groups`` is empty."""
     state["groups"] = group_settings(groups, left_out) or [{} for _ in range(count)]
     state["optimizer"] = identity(groups, state["ds_config"])
     state["scalars"] = {key: row for key, row in scalars.items() if row}
@@ -274,8 +273,8 @@ def note_optimizer(
 
 
 def common_step(steps: set[float], where: str) -> dict[str, float]:
-    """Return the step that all tensors of a group have, nothing where they have none. Raises
-    CheckpointError where they differ."""
+    """Return the common step of a group's tensors; {} without steps. Raises CheckpointError if the
+    steps differ."""
     if len(steps) > 1:
         raise CheckpointError(
             "tensors of one optimizer group have different step numbers",
@@ -287,10 +286,10 @@ def common_step(steps: set[float], where: str) -> dict[str, float]:
 
 
 def optimizer_groups(inner: Any, where: str) -> list[dict[Any, Any]]:
-    """Return ``param_groups`` of an optimizer's state dict, each with ``params`` as integers; none
-    where ``inner`` is not such a dict.
+    """Return ``param_groups`` of an optimizer's state dict, each with ``params`` as integers; [] if
+    ``inner`` is not such a dict.
 
-    Raises CheckpointError for groups of another kind.
+    Raises CheckpointError for groups of another structure.
     """
     listed = as_list(inner.get("param_groups", []), f"{where}, param_groups") if isinstance(inner, dict) else []
     found = []
@@ -302,18 +301,18 @@ def optimizer_groups(inner: Any, where: str) -> list[dict[Any, Any]]:
 
 
 def optimizer_state(inner: Any, where: str) -> dict[Any, dict[Any, Any]]:
-    """Return ``state`` of an optimizer's state dict: parameter's number -> kind -> value. Raises
+    """Return ``state`` of an optimizer's state dict: parameter number -> kind -> value. Raises
     CheckpointError for another structure."""
     rows = as_dict(inner.get("state", {}), f"{where}, state") if isinstance(inner, dict) else {}
     return {number: as_dict(row, f"{where}, state[{number!r:.20}]") for number, row in rows.items()}
 
 
 def identity(groups: Sequence[Mapping[str, Any]], config: Any) -> dict[str, Any] | None:
-    """Return which optimizer this was, as an engine compares it."""
+    """Return the optimizer's identity, which an engine compares when it loads."""
     if not groups:
         return None
     shared = set(groups[0]).intersection(*groups)
-    # Adam and its kin are known by these two, whatever the client wrote into its groups besides
+    # the Adam family is identified by these two, whatever else is in the client's groups
     settings = ["betas", "eps"] if {"betas", "eps"} <= shared else sorted(shared - _SAME_STATE)
     section = config.get("optimizer") if isinstance(config, dict) else None
     kind = section.get("type") if isinstance(section, dict) else None
@@ -321,7 +320,7 @@ def identity(groups: Sequence[Mapping[str, Any]], config: Any) -> dict[str, Any]
 
 
 def one_number(kind: str, value: Any) -> dict[str, float]:
-    """Return ``{kind: number}``, or nothing for what is not a number."""
+    """Return ``{kind: number}``, or {} if ``value`` is not a number."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return {kind: float(value)}
     return {kind: float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else {}

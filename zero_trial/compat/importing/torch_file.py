@@ -1,6 +1,6 @@
-"""Read files of ``torch.save`` by ``torch.load(weights_only=True)``: nothing that a file names is
-imported or called. Objects of classes that torch does not allow become :class:`UnknownObject`;
-tensors are views of a memory map (docs/decisions/foreign-checkpoints-run-no-code.md)."""
+"""Read files of ``torch.save`` with ``torch.load(weights_only=True)``, which imports and calls
+nothing that a file names. Objects of other classes become :class:`UnknownObject`; tensors are views
+of a memory map (docs/decisions/foreign-checkpoints-run-no-code.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_DIMENSIONS = 64
 
 
 class UnknownObject:
-    """An object of a class that is not built here: the class's name, the arguments, and the state.
+    """A placeholder for an object of another class: the class's name, arguments, and state.
 
     Attributes:
         path: module and name of the class.
@@ -36,7 +36,7 @@ class UnknownObject:
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Do nothing: pickle calls this with the arguments again."""
+        """Do nothing: pickle calls this with the same arguments as ``__new__``."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -59,9 +59,9 @@ def _empty_dict(*_: Any) -> dict[Any, Any]:
 
 
 def read_torch_file(path: Path) -> Any:
-    """Return what ``torch.save`` wrote into a file. Its bytes are compared with their CRC-32 first.
+    """Return the content of a ``torch.save`` file, after checking the CRC-32 of its bytes.
 
-    Raises CheckpointError for everything that is not such a file.
+    Raises CheckpointError for any other file.
     """
     if not path.is_file():
         raise CheckpointError("this file cannot be read", where=str(path), got="no such file")
@@ -71,8 +71,8 @@ def read_torch_file(path: Path) -> Any:
 
 
 def read_part(path: Path, part: memoryview) -> Any:
-    """Return what ``torch.save`` wrote into ``part``, a memory map of a part of ``path``: a tensor
-    as a view of it. Raises as :func:`read_torch_file`."""
+    """Return the content of ``part``, a memory map of a part of ``path`` written by ``torch.save``,
+    with tensors as views. Raises like :func:`read_torch_file`."""
     file = io.BytesIO(part)
     entries = _check(file, path)
     found = _load(file, file, path, map_location="meta")
@@ -114,7 +114,7 @@ class _Inert(pickle.Unpickler):
 
 
 def _check(file: IO[bytes], path: Path) -> list[zipfile.ZipInfo]:
-    """Return the entries of the archive, compared with their CRC-32. Raises CheckpointError."""
+    """Return the entries of the archive. Raises CheckpointError if a CRC-32 does not match."""
     try:
         with zipfile.ZipFile(file) as archive:
             damaged, entries = archive.testzip(), archive.infolist()
@@ -147,7 +147,7 @@ def _load(source: str | IO[bytes], file: IO[bytes], path: Path, **options: Any) 
         ]
         with torch.serialization.safe_globals(allowed):
             return torch.load(source, weights_only=True, **{"map_location": "cpu", **options})
-    except Exception as fault:  # torch raises errors of many kinds for files that it does not know
+    except Exception as fault:  # torch raises many kinds of errors for unknown files
         raise CheckpointError(
             "torch.load(weights_only=True) does not read this file",
             where=str(path),
@@ -158,7 +158,7 @@ def _load(source: str | IO[bytes], file: IO[bytes], path: Path, **options: Any) 
 
 
 def same_elements(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what two names of one tensor have in common."""
+    """Return a key that is equal for two names of the same tensor."""
     place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
     return (*place, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
@@ -178,7 +178,7 @@ def as_list(value: Any, where: str) -> list[Any]:
 
 
 def as_integers(value: Any, where: str) -> list[int]:
-    """Return a list of integers from 0 to 64 bits. Raises CheckpointError."""
+    """Return ``value``, a list of integers in [0, 2^63). Raises CheckpointError."""
     if not isinstance(value, (list, tuple)) or not all(type(item) is int and 0 <= item < 2**63 for item in value):
         raise unexpected(value, where, "integers")
     return list(value)
@@ -199,7 +199,7 @@ def as_tensor(value: Any, where: str) -> torch.Tensor:
 
 
 def unexpected(value: Any, where: str, expected: str) -> CheckpointError:
-    """Make the error for content of another kind than a checkpoint has at this place."""
+    """Return the error for unexpected content in a checkpoint."""
     got = value.path if isinstance(value, UnknownObject) else type(value).__name__
     return CheckpointError(
         "unexpected content",

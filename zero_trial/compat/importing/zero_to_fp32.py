@@ -1,8 +1,8 @@
-"""The whole weights of a checkpoint in fp32, under the names of DeepSpeed's ``zero_to_fp32``.
+"""The full fp32 weights of a checkpoint, with the functions of DeepSpeed's ``zero_to_fp32``.
 
-Checkpoints of zero_trial and of DeepSpeed (ZeRO stages 0 to 3) are read alike, on one process and
-without the model's code; of DeepSpeed's, no pickle is run. The whole model is in memory:
-``zero-trial ckpt export`` holds no tensor whole.
+Reads checkpoints of zero_trial and DeepSpeed (ZeRO stages 0 to 3) in one process, without the
+model's code and without running DeepSpeed's pickles. Holds the whole model in memory, unlike
+``zero-trial ckpt export``, which never holds a whole tensor.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ log = logging.getLogger("zero_trial")
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return the whole state dict of a checkpoint: fp32 masters, frozen parameters, buffers. Tied
+    """Return the full state dict of a checkpoint: fp32 masters, frozen parameters, buffers. Tied
     names share one tensor.
 
     Args:
-        checkpoint_dir: the folder that ``save_checkpoint`` was given, or a tag's own.
-        tag: which checkpoint there (default: the newest; of DeepSpeed's the one that ``latest``
-            names).
+        checkpoint_dir: the folder passed to ``save_checkpoint``, or the folder of a tag.
+        tag: the checkpoint to read (default: the newest; for DeepSpeed, the one in ``latest``).
 
-    Raises CheckpointError; every file of zero_trial's is verified first.
+    Raises CheckpointError. First verifies every file of a zero_trial checkpoint.
     """
     directory = Path(checkpoint_dir)
     if not directory.is_dir():
@@ -83,7 +82,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     with an index, in Hugging Face's layout.
 
     Args:
-        max_shard_size: bytes of a file, as a number or such as "5GB"; None: one file.
+        max_shard_size: bytes per file, as a number or text such as "5GB"; None: one file.
         safe_serialization: safetensors (a tied weight is written once) instead of ``torch.save``.
     """
     weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
@@ -110,12 +109,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Move ``model`` to the host, load the checkpoint's weights into it, and return it. Names that
-    only one of both has are logged, as far as they matter. Raises CheckpointError if no name
-    matches.
+    """Move ``model`` to the CPU, load the checkpoint's weights into it, and return it. Logs
+    relevant missing and unexpected names. Raises CheckpointError if no name matches.
 
-    A model that an engine trains at ZeRO stage 3 takes them through the engine: every rank must
-    call.
+    If an engine trains the model at ZeRO stage 3, the engine loads the weights: call on every rank.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
@@ -134,7 +131,7 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def _of_ours(directory: Path, tag: str | None) -> tuple[dict[str, torch.Tensor], Mapping[str, str], list[str] | None]:
-    """Return the weights, other names of tied ones, and the names of frozen ones."""
+    """Return the weights, aliases of tied ones, and the names of frozen ones."""
     folder = checkpoint_folder(directory, tag) if tag is not None else only_engine(choose_checkpoint(directory)).folder
     reader = CheckpointReader(folder)
     reader.verify()
@@ -152,7 +149,7 @@ def _of_ours(directory: Path, tag: str | None) -> tuple[dict[str, torch.Tensor],
 
 
 def _joined(parts: Sequence[Slice]) -> torch.Tensor:
-    """Put the slices of one tensor together. Raises CheckpointError where elements are missing."""
+    """Join the slices of one tensor. Raises CheckpointError if elements are missing."""
     whole = torch.empty(prod(parts[0].shape), dtype=parts[0].dtype)
     for part in parts:
         whole[part.start : part.stop].copy_(part.flat)
@@ -162,7 +159,7 @@ def _joined(parts: Sequence[Slice]) -> torch.Tensor:
 
 
 def _cut(weights: Mapping[str, torch.Tensor], limit: int | None) -> list[list[str]]:
-    """Fill files with names up to ``limit`` bytes or one tensor; tied names are in one file."""
+    """Split names into files of at most ``limit`` bytes or one tensor; tied names share a file."""
     shards: list[list[str]] = [[]]
     home: dict[int, list[str]] = {}
     used = 0

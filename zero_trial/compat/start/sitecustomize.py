@@ -1,21 +1,20 @@
-"""Runs at the start of every Python process that has this folder on PYTHONPATH, and does what two
-variables ask for; without them nothing.
+"""Runs at the start of every Python process that has this folder on PYTHONPATH. Does nothing unless
+one of two variables is set.
 
-``ZERO_TRIAL_AS_DEEPSPEED``: ``import deepspeed`` means zero_trial, also in the processes that a
-script starts: see ``zero_trial_start.py``. ``pip install`` puts a line beside the package that does
-the same; ``pip install -e``, and a tree on PYTHONPATH, have no such line.
+``ZERO_TRIAL_AS_DEEPSPEED``: ``import deepspeed`` imports zero_trial, also in the processes that a
+script starts: see ``zero_trial_start.py``. ``pip install`` adds a .pth line with the same effect;
+``pip install -e``, and a source tree on PYTHONPATH, have no such line.
 
-``DET_RUN_ROOT``, of the embedded master's trials: the absolute paths that the harness has built in
-are moved below it. The harness expects a container of its own: it reads and writes
-``/run/determined``, stores checkpoints below ``/determined_shared_fs`` and links
-``/tmp/tensorboard``. On a machine that is shared these would meet those of other trials, and the
-first of them would make every other ``det`` program believe that it is on a cluster. So the
-constants are changed while the modules are loaded, in memory only; a module that no longer has its
-constant cannot be imported.
+``DET_RUN_ROOT``, set for the embedded master's trials: relocates the harness's hard-coded absolute
+paths below it. The harness expects its own container: it reads and writes ``/run/determined``,
+stores checkpoints below ``/determined_shared_fs`` and links ``/tmp/tensorboard``. On a shared
+machine these would collide with other trials', and ``/run/determined`` would make every other
+``det`` program believe that it runs on a cluster. So the constants are changed in memory while the
+modules load; importing a module that no longer contains its constant raises ImportError.
 
-Another ``sitecustomize`` further down the path is run after this one.
+Another ``sitecustomize`` later on the path runs after this one.
 
-This file is imported before anything else and stands alone: standard library only.
+This file is imported before anything else and uses only the standard library.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _REPEATED = ("Sending process", "failed (exitcode", "no error file defined for p
 
 
 def _relocate(code: CodeType, starts: tuple[str, ...], root: str) -> tuple[CodeType, set[str]]:
-    """Move constants that begin with one of ``starts`` below ``root``; return code and hits."""
+    """Move constants that begin with one of ``starts`` below ``root``; return code and matches."""
     found: set[str] = set()
     constants: list[Any] = []
     for value in code.co_consts:
@@ -53,7 +52,7 @@ def _relocate(code: CodeType, starts: tuple[str, ...], root: str) -> tuple[CodeT
             value, inner = _relocate(value, starts, root)
             found |= inner
         elif isinstance(value, str):
-            # Only a path is one: a docstring that begins with it would have blanks.
+            # Skip strings with blanks: docstrings may start with the path.
             hits = {start for start in starts if value.startswith(start) and not set(value) & {" ", "\n"}}
             found |= hits
             value = root + value if hits else value
@@ -62,10 +61,10 @@ def _relocate(code: CodeType, starts: tuple[str, ...], root: str) -> tuple[CodeT
 
 
 class _RelocatingLoader(SourceFileLoader):
-    """Loads a module from its source file, with its paths moved."""
+    """Loads a module from its source file and relocates its paths."""
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Return the module's code. Raises ImportError if it no longer has the paths."""
+        """Return the module's code. Raises ImportError if the code no longer contains the paths."""
         code = super().get_code(fullname)
         if code is None:
             return None
@@ -83,7 +82,7 @@ class _RelocatingLoader(SourceFileLoader):
 
 
 class _RelocatingFinder(MetaPathFinder):
-    """Finds the modules whose paths are moved, where they would be found anyway."""
+    """Finds the modules whose paths are relocated, in their usual locations."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return None for all other modules."""
@@ -96,7 +95,7 @@ class _RelocatingFinder(MetaPathFinder):
 
 
 def _run_next() -> None:
-    """Import the ``sitecustomize`` that this one hides, in its place."""
+    """Import the ``sitecustomize`` that this one shadows."""
     here = os.path.dirname(os.path.abspath(__file__))
     spec = PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if os.path.abspath(entry) != here])
     if spec is not None and spec.loader is not None:
@@ -106,7 +105,7 @@ def _run_next() -> None:
 
 
 def _wait_for_deepspeed() -> None:
-    """Import zero_trial_start, which is beside the package, wherever that is."""
+    """Import zero_trial_start, which is next to the package."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..", "zero_trial_start.py")
     spec = spec_from_file_location("zero_trial_start", os.path.normpath(path))
     if spec is not None and spec.loader is not None and spec.name not in sys.modules:
@@ -114,11 +113,11 @@ def _wait_for_deepspeed() -> None:
         spec.loader.exec_module(sys.modules[spec.name])
 
 
-# -- the launcher: one line about the rank that failed first, in place of a traceback and a table
+# -- the launcher: one line about the rank that failed first, instead of a traceback and a table
 
 
 def _install_failure_line() -> None:
-    """Let this process print one line about ranks that fail."""
+    """Make this process print one line about failed ranks."""
     import logging
 
     sys.excepthook = print_failure
@@ -127,12 +126,12 @@ def _install_failure_line() -> None:
 
 
 def _is_not_repeated(record: Any) -> bool:
-    """Filter the launcher's log: leave out what the failure line repeats."""
+    """Filter the launcher's log: drop records that the failure line repeats."""
     return not str(record.msg).startswith(_REPEATED)
 
 
 def print_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print which rank failed first and how; any other error as Python does."""
+    """Print the first failed rank and the reason; print any other error as Python does."""
     failures = getattr(error, "failures", None) if kind.__name__ == "ChildFailedError" else None
     if not failures:
         sys.__excepthook__(kind, error, trace)

@@ -1,1 +1,1 @@
-"""The command line ``zero-trial`` (alias ``zt``): one file for each topic, a thin front end."""
+"""The command line ``zero-trial`` (alias ``zt``): a thin front end with one file per topic."""

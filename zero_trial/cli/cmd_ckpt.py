@@ -113,7 +113,7 @@ def _listed(saved: SavedCheckpoint, listing: CheckpointFolder) -> dict[str, Any]
     }
 
 
-_NAMED = 6  # tensors of a broken file that are named; --json names all
+_NAMED = 6  # listed tensors per broken file; --json lists all
 
 
 def _add_verify(subparsers: Any) -> None:
@@ -144,7 +144,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _damage(saved: SavedCheckpoint, progress: Any) -> list[Damage]:
-    """Return what is wrong with the engines' files, or else with the trial's own."""
+    """Return the damage in the engines' files or, if there is none, in the trial's own."""
     from zero_trial.checkpoint.folder import Damage, find_damage
     from zero_trial.trial.runs.run_checkpoints import find_fault
 
@@ -231,7 +231,7 @@ def _page(folder: Path, manifest: Manifest, inventory: Inventory) -> Iterable[st
     yield f"step    {manifest.step}{said} · {len(manifest.files)} files, {format_bytes(total)}"
     yield f"world   {_world(manifest.world)}"
     counted = f"{len(inventory.params)} parameters, {format_count(inventory.elements)} elements"
-    # what makes these names less than the whole model, or more
+    # reasons why these names are not exactly the whole model
     parts = f", in {inventory.parts} parallel parts" if inventory.parts > 1 else ""
     frozen = ", without the frozen ones" if inventory.without_frozen else ""
     yield f"model   {counted}, {_dtypes(inventory.params)}{parts}{frozen}"
@@ -273,7 +273,7 @@ def _dtypes(params: Iterable[StoredTensor]) -> str:
 
 
 def _optimizer(inventory: Inventory) -> Iterable[str]:
-    """Yield lines on optimizer, schedule and loss scale, as far as an engine has noted them."""
+    """Yield lines about optimizer, schedule and loss scale, as far as an engine recorded them."""
     state = inventory.state
     optimizer = state.get("optimizer")
     if isinstance(optimizer, Mapping):
@@ -381,7 +381,7 @@ def _export(options: argparse.Namespace) -> int:
         shard_bytes=None if one_file else parse_size(options.shard_size or _DEFAULT_SHARD, "--shard-size"),
         where=str(engine.folder),
     )
-    file_names(options.out, len(plan.shards))  # what is in the way is said before anything is read
+    file_names(options.out, len(plan.shards))  # raises for existing files before anything is read
     total = plan.bytes + (0 if options.no_verify else sum(file.bytes for file in reader.manifest.files.values()))
     with closing(bytes_bar("export", total, quiet=options.json)) as bar:
         if not options.no_verify:
@@ -517,7 +517,7 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def read_names(path: Path) -> list[list[str]]:
-    """Return names by group. Raises ConfigError for a file that holds something else."""
+    """Return names by group. Raises ConfigError if the file contains anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as fault:
@@ -533,7 +533,7 @@ def read_names(path: Path) -> list[list[str]]:
 
 
 def _summary(imported: ImportedState, folder: Path) -> dict[str, Any]:
-    """Return what there is to say, as JSON."""
+    """Return the summary as JSON data."""
     return {
         "folder": str(folder),
         "kind": imported.kind,

@@ -1,4 +1,4 @@
-"""``zero-trial completion``: a script with which a shell completes words."""
+"""``zero-trial completion``: print a completion script for a shell."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_PATHS = ("experiment_path", "model_dir", "run")  # read as text, and yet files or folders
+_PATHS = ("experiment_path", "model_dir", "run")  # parsed as text, but files or folders
 _INTO = """Write the shell's script. Once, for bash: zero-trial completion bash > ~/.local/share/bash-completion/completions/zero-trial;
 for zsh: zero-trial completion zsh > a folder of $fpath, as _zero-trial. Then start a new shell."""
 
@@ -34,7 +34,7 @@ def _handle(options: argparse.Namespace) -> int:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield the arguments of a parser and of its words."""
+    """Yield the arguments of a parser and its subcommands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):

@@ -20,11 +20,11 @@ from zero_trial.errors import ConfigError, MasterError
 from zero_trial.util.text import strip_control
 
 _DOWN_SECONDS = 90.0
-_ROOT = "ZERO_TRIAL_MASTER_ROOT"  # of the master whose exports a shell has
+_ROOT = "ZERO_TRIAL_MASTER_ROOT"  # of the master whose exports are in the shell
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the verb and its four words."""
+    """Add the verb and its four subcommands."""
     parser = subparsers.add_parser(
         "master", help="run a Determined master on this machine, for Determined's `det` command"
     )
@@ -67,7 +67,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def default_root(env: Mapping[str, str]) -> Path:
-    """Return the master's folder without ``--root``: the shell's, if it has the exports."""
+    """Return the default of ``--root``: the folder in the shell's exports, if there is one."""
     if env.get(_ROOT):
         return Path(env[_ROOT])
     state = env.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
@@ -84,11 +84,11 @@ def _home(options: argparse.Namespace) -> Any:
 
 
 def _up(options: argparse.Namespace) -> int:
-    """Start a master, unless one runs already."""
+    """Start a master unless one is already running."""
     from zero_trial.master.agent.environment import find_devices
 
     home = _home(options)
-    # faults are reported here, not in a log
+    # raises here, so that errors are shown and not only logged
     devices = None if options.on else find_devices(options.slots, os.environ, cpu=options.cpu)
     _check_engine(options)
     if options.foreground:
@@ -130,7 +130,7 @@ def _serve(options: argparse.Namespace, home: Any, devices: Any) -> int:
 
 
 def _check_engine(options: argparse.Namespace) -> None:
-    """Refuse options that belong together and are apart, and engines that do not exist."""
+    """Raise an error for incomplete combinations of options, and for missing engines."""
     if not options.on:
         for name, value in (("--cpus-per-slot", options.cpus_per_slot), ("--host", options.host)):
             if value is not None:
@@ -153,7 +153,7 @@ def _check_engine(options: argparse.Namespace) -> None:
 
 
 def _engine(home: Any, on: str | None, cpus: int, *, gpus: bool, devices: Any = None) -> Any:
-    """Return the engine that ``--on`` names; this machine, with ``devices``, if it names none."""
+    """Return the engine in ``--on``; by default this machine with ``devices``."""
     if not on:
         from zero_trial.master.agent.agent import ThisMachine
         from zero_trial.master.agent.environment import SlotDevices
@@ -171,7 +171,7 @@ def _engine(home: Any, on: str | None, cpus: int, *, gpus: bool, devices: Any = 
 
 
 def _spawn(options: argparse.Namespace, home: Any) -> None:
-    """Start the master as a process that goes on when this one ends; return when it serves."""
+    """Start the master as a process that outlives this one; return when it accepts requests."""
     home.prepare()
     reader, writer = os.pipe()
     from zero_trial.master.agent.environment import with_package
@@ -199,7 +199,7 @@ def _spawn(options: argparse.Namespace, home: Any) -> None:
         said = pipe.read()
     if said != b"ready\n":
         child.wait()
-        if home.locked():  # another `up` was faster
+        if home.locked():  # another `up` has started it first
             _wait_until_known(home)
             return
         text = output.read_text(encoding="utf-8", errors="replace").strip()
@@ -212,7 +212,7 @@ def _spawn(options: argparse.Namespace, home: Any) -> None:
 
 
 def _wait_until_known(home: Any, seconds: float = 10.0) -> None:
-    """Wait until a starting master answers. Raises MasterError after ``seconds``."""
+    """Wait until a starting master responds. Raises MasterError after ``seconds``."""
     until = time.monotonic() + seconds
     while not home.state().get("url"):
         if time.monotonic() > until:
@@ -226,7 +226,7 @@ def _show(options: argparse.Namespace, home: Any, fresh: bool) -> None:
     from zero_trial.report import board_address
 
     account = json.loads(home.account.read_text(encoding="utf-8"))
-    # what det reads from its environment, and the folder, which other verbs need
+    # det's environment variables, and the folder for other verbs
     exports = {"DET_MASTER": home.state()["url"], "DET_USER": account["user"], "DET_USER_TOKEN": account["token"]}
     exports[_ROOT] = str(home.root.absolute())
     board = board_address(exports["DET_MASTER"], exports["DET_USER_TOKEN"])
@@ -237,7 +237,7 @@ def _show(options: argparse.Namespace, home: Any, fresh: bool) -> None:
     lines = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
     if not options.env:
         url = home.state()["url"]
-        # the options of this `up` that change nothing about a master that ran before
+        # options of this `up` without effect on a master that is already running
         names = ("port", "slots", "cpu", "on", "cpus_per_slot", "host")
         ignored = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, False)]
         still = f" (was already running{'; ' + ', '.join(ignored) + ' not applied: run down first' if ignored else ''})"
@@ -263,7 +263,7 @@ def _show(options: argparse.Namespace, home: Any, fresh: bool) -> None:
 
 
 def _down(options: argparse.Namespace) -> int:
-    """End the master and all its trials' processes, also those that a killed master has left."""
+    """Stop the master and all processes of its trials, including those of a killed master."""
     from zero_trial.master.agent.cluster import cancel_all, left_behind
     from zero_trial.master.agent.resources import Identity
 
@@ -279,7 +279,7 @@ def _down(options: argparse.Namespace) -> int:
             time.sleep(0.05)
         identity.send(signal.SIGKILL)
     on = home.state().get("on")
-    # by a master that was killed
+    # left by a killed master
     left, still = cancel_all(home, _engine(home, on, 1, gpus=True)) if left_behind(home) else ([], [])
     if options.json:
         print(json.dumps({"root": str(home.root), "was_running": running, "ended_allocations": left}))
@@ -298,8 +298,8 @@ def _down(options: argparse.Namespace) -> int:
 
 
 def _require_here(home: Any) -> None:
-    """Refuse to work on the folder of a master that runs on another machine: its processes cannot
-    be seen, and its database must not be opened, from here."""
+    """Raise an error if the folder's master runs on another machine: its processes are not visible
+    from here, and its database must not be opened."""
     host = home.state().get("host") or socket.gethostname()
     if host != socket.gethostname() and home.locked():
         raise ConfigError(
@@ -314,7 +314,7 @@ def _require_here(home: Any) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    """Print what the master has, read from its store: it works while the master is down, too."""
+    """Print the master's state from its store, also if the master is down."""
     home = _home(options)
     if not home.database.exists():
         raise ConfigError("no master has been started in this folder", where=str(home.root), fix="zero-trial master up")

@@ -1,6 +1,6 @@
-"""``zero-trial check``, ``config``, ``plan`` and ``tune``: what is wrong with an experiment, every
-value of its ds_config as a run would use it, what each rank will need in memory, and the fastest
-ds_config that fits. Only ``tune`` starts ranks."""
+"""``zero-trial check``, ``config``, ``plan`` and ``tune``: report the errors of an experiment,
+every value of its ds_config in a run, the memory of each rank, and the fastest ds_config that fits.
+Only ``tune`` starts ranks."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _config(options: argparse.Namespace) -> int:
     if _is_ds_config(options.experiment_path):
         config = read_ds_config(options.experiment_path, name=options.experiment_path.name, allow_open=True)
         if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
-            # an experiment gives a batch size then, as global_batch_size
+            # an experiment sets the batch size as global_batch_size instead
             key, said = "train_micro_batch_size_per_gpu", "derived: no batch size is set, 1 is used for this report"
             sources = {**config.sources, key: ValueSource(said, Provenance.DERIVED)}
             config = replace(config, train_micro_batch_size_per_gpu=1, sources=sources)
@@ -142,9 +142,9 @@ def _config(options: argparse.Namespace) -> int:
 
 
 def _is_ds_config(path: Path) -> bool:
-    """Return whether the file is a ds_config itself.
+    """Return whether the file itself is a ds_config.
 
-    What cannot be read is left to the reader of experiments, which says why.
+    Returns False for unreadable files: the reader of experiments reports the reason.
     """
     from zero_trial.experiment.experiment import looks_like_ds_config
     from zero_trial.schema.config_source import read_file
@@ -186,7 +186,7 @@ def add_plan_parser(subparsers: Any) -> None:
 
 
 def add_planned(parser: argparse.ArgumentParser) -> None:
-    """Add what is planned, and for which ranks; see ``planned_request``, ``planned_gpus``."""
+    """Add the options that ``planned_request`` and ``planned_gpus`` read."""
     add_words(parser)
     parser.add_argument("--slots", "--ranks", type=int, metavar="N", help="ranks (default: resources.slots_per_trial)")
     limits = parser.add_mutually_exclusive_group()
@@ -204,7 +204,7 @@ def add_planned(parser: argparse.ArgumentParser) -> None:
 
 
 def planned_request(options: argparse.Namespace) -> RunRequest:
-    """Return the trial that ``add_planned`` names."""
+    """Return the request from the options of ``add_planned``."""
     from zero_trial.experiment.experiment import read_words
     from zero_trial.launch.hosts import PlacementRequest
     from zero_trial.launch.run_experiment import RunRequest
@@ -219,7 +219,7 @@ def planned_request(options: argparse.Namespace) -> RunRequest:
 
 
 def planned_gpus(options: argparse.Namespace) -> PlannedMachine | None:
-    """Return the GPUs of ``--gpu-memory``; None where it is not given."""
+    """Return the GPUs of ``--gpu-memory``; None if it is not given."""
     from zero_trial.planning.lone_task import PlannedMachine
     from zero_trial.util.text import parse_size
 
@@ -230,7 +230,7 @@ def planned_gpus(options: argparse.Namespace) -> PlannedMachine | None:
 
 @contextlib.contextmanager
 def _no_collector() -> Iterator[None]:
-    """Pause the garbage collector: it would take a fifth of the CPU time."""
+    """Pause the garbage collector, which would use a fifth of the CPU time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -281,7 +281,7 @@ def _machine(options: argparse.Namespace, checked: CheckedRun) -> PlannedMachine
 
 # --- tune -----------------------------------------------------------------------------------------
 
-_MARGIN = 0.1  # of the planned tensors, for allocators and what no plan knows
+_MARGIN = 0.1  # fraction of the planned tensors, for allocators and unplanned memory
 _GPU_PROCESS = 1 << 30  # a CUDA context, kernels, NCCL's buffers
 
 
@@ -335,9 +335,9 @@ def _tune(options: argparse.Namespace) -> int:
         raise ConfigError("trials run on this host, with its own GPUs", where="--gpu-memory", fix="Pass --memory.")
     checked = check_run(request, os.environ)
     facts = facts_of(checked, keep=options.keep, accelerator=options.gpu_memory is not None or checked.devices.gpus > 0)
-    tuning = checked.ds_config.autotuning  # type: ignore[union-attr]  # facts_of has refused None
+    tuning = checked.ds_config.autotuning  # type: ignore[union-attr]  # facts_of has rejected None
     refuse_autotuning(tuning, facts.samples * checked.batch.axes.data_parallel)  # type: ignore[union-attr]
-    search_budget(tuning, 1, options.trials, options.steps)  # refuses wrong numbers before the plans
+    search_budget(tuning, 1, options.trials, options.steps)  # raises for invalid numbers before planning starts
     own, ways = own_way(facts), ways_to_train(facts)
     ways += [own] if own not in ways else []
     tell = (lambda line: None) if options.json else say
@@ -385,8 +385,8 @@ def _tune(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _planning(accelerator: bool) -> Iterator[Callable[..., Any]]:
-    """Yield what calls a function with arguments; with GPUs in a process of its own, which ends
-    with the block: a plan makes a CUDA context on the first GPU, whose memory the trials need."""
+    """Yield a caller of functions. With GPUs it runs them in a separate process that ends with the
+    block, because planning creates a CUDA context on the first GPU, and trials need its memory."""
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
@@ -406,10 +406,10 @@ def _planning(accelerator: bool) -> Iterator[Callable[..., Any]]:
 def _tuned_machine(
     options: argparse.Namespace, checked: CheckedRun, call: Callable[..., Any]
 ) -> tuple[PlannedMachine, Margin]:
-    """Return what is planned for, and what a rank needs in addition to its tensors.
+    """Return the machine to plan for, and a rank's memory in addition to its tensors.
 
-    On the CPU these are its processes; this one, which has loaded the same libraries, starts those
-    of each trial. ``call`` calls what asks a GPU.
+    On the CPU the additional memory is that of the rank's processes; this process, which has loaded
+    the same libraries, starts those of each trial. ``call`` runs functions that use a GPU.
     """
     import torch
 

@@ -1,5 +1,5 @@
 """``zero-trial report``, ``board`` and ``diff``: a run or a search as one HTML page, a live page of
-runs, and what differs between two runs."""
+runs, and the differences between two runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def add_sweep_parser(subparsers: Any) -> None:
-    """Add the verb ``sweep`` with its word ``report``, which is ``report``."""
+    """Add ``sweep report``, an alias of ``report``."""
     words = subparsers.add_parser("sweep", help="write a search's report as one HTML page").add_subparsers(
         dest="word", metavar="WORD", required=True
     )
@@ -98,7 +98,7 @@ def _warn(left_out: Iterable[str], place: str = "") -> None:
 
 
 def _write_page(path: Path, text: str) -> None:
-    """Write the page and say where it is."""
+    """Write the page and print its path."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -145,9 +145,9 @@ def _serve_board(options: argparse.Namespace) -> int:
     return 0
 
 
-# --- diff: what differs between two runs, and the first step at which it shows --------------------
+# --- diff: differences between two runs, and the first step with different values -----------------
 
-_LONGEST = 60  # letters of a value
+_LONGEST = 60  # characters of a value
 
 
 def add_diff_parser(subparsers: Any) -> None:

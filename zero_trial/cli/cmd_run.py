@@ -1,5 +1,5 @@
-"""``zero-trial run``, ``resume`` and ``launch``: train one trial on this host, go on with a run, or
-run a plain script on several ranks, with the options of DeepSpeed's launcher and torchrun's
+"""``zero-trial run``, ``resume`` and ``launch``: train one trial on this host, resume a run, or run
+a plain script on several ranks, with the options of DeepSpeed's launcher and torchrun's
 rendezvous."""
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ def add_parser(subparsers: Any) -> None:
 
 
 def add_meeting(group: Any) -> None:
-    """Add which of the hosts this is, and where they meet; ``placed`` returns it."""
+    """Add the options for this host's number and the rendezvous; ``placed`` reads them."""
     group.add_argument("--node_rank", "--node-rank", type=int, metavar="K", help="the number of this host, from 0")
     group.add_argument("--master_addr", "--master-addr", default="", metavar="HOST", help="address of host 0")
     group.add_argument("--master_port", "--master-port", type=int, metavar="PORT", help="its port (default 29500)")
 
 
 def placed(options: argparse.Namespace, hostfile: str | None, name: str, **more: Any) -> PlacementRequest:
-    """Return the ranks and hosts that the options name.
+    """Return the request for ranks and hosts from the options.
 
     Args:
         hostfile, name: text and name of the hostfile, as ``read_hostfile`` returns them.
-        more: further fields of the request.
+        more: additional fields of the request.
     """
     from zero_trial.launch.hosts import PlacementRequest
 
@@ -75,7 +75,7 @@ def placed(options: argparse.Namespace, hostfile: str | None, name: str, **more:
 
 
 def add_words(parser: argparse.ArgumentParser) -> None:
-    """Add the experiment, the model's folder and settings; ``given_words`` returns them."""
+    """Add the experiment, the model folder and settings; ``given_words`` returns them."""
     parser.add_argument(
         "experiment_path", nargs="?", metavar="CONST.yaml", help="the experiment, or a run's config.lock.yaml"
     )
@@ -90,7 +90,7 @@ def add_words(parser: argparse.ArgumentParser) -> None:
 
 
 def given_words(options: argparse.Namespace) -> list[str]:
-    """Return the words of ``add_words`` in the order in which they were typed."""
+    """Return the arguments of ``add_words`` in the order in which they were typed."""
     return [word for word in (options.experiment_path, options.model_dir, *options.settings) if word is not None]
 
 
@@ -120,7 +120,7 @@ def _train(request: RunRequest, *, as_json: bool) -> int:
 
 
 def request_from(options: argparse.Namespace) -> RunRequest:
-    """Return the request that the options describe."""
+    """Return the request from the options."""
     from zero_trial.experiment.experiment import read_words
     from zero_trial.launch.run_experiment import RunRequest
     from zero_trial.launch.script import read_hostfile
@@ -139,8 +139,8 @@ def request_from(options: argparse.Namespace) -> RunRequest:
 
 
 def start_lines(checked: CheckedRun, seconds: float) -> list[str]:
-    """Return the first lines: versions, ranks and precision, what was checked, and warnings. What
-    a DeepSpeedTrial trains with is left out: its code reads the ds_config, and may overwrite it."""
+    """Return the first lines: versions, ranks and precision, checks, and warnings. Omits the
+    settings of a DeepSpeedTrial, whose own code reads the ds_config and may overwrite it."""
 
     torch = metadata.version("torch")
     gpus = checked.devices.gpus if "+cpu" not in torch else 0
@@ -183,7 +183,7 @@ def add_resume_parser(subparsers: Any) -> None:
 
 
 def _resume(options: argparse.Namespace) -> int:
-    """Go on with the named run, or the newest one."""
+    """Resume the named run, or the newest one."""
     from zero_trial.launch.hosts import PlacementRequest
     from zero_trial.launch.run_experiment import RunRequest
 
@@ -195,7 +195,7 @@ def _resume(options: argparse.Namespace) -> int:
 
 
 def _say_complete(folder: Path, *, as_json: bool) -> int:
-    """Say that there is nothing to do: start nothing, and leave the run's records as they are."""
+    """Print that the run is complete. Starts nothing and does not change the run's records."""
     summary = read_json(RunFolder(folder).summary)
     if as_json:
         print(json.dumps({"run": str(folder), "exit_code": ExitStatus.OK, "error": None, "summary": summary}))
@@ -206,7 +206,7 @@ def _say_complete(folder: Path, *, as_json: bool) -> int:
 
 
 def _given_run(folder: Path) -> Path:
-    """Return the folder if a run has begun in it. Raises ConfigError."""
+    """Return the folder if a run has started in it; else raise ConfigError."""
     if not RunFolder(folder).config_lock.is_file():
         raise ConfigError(
             "this folder contains no run" if folder.is_dir() else "the folder does not exist",
@@ -218,8 +218,8 @@ def _given_run(folder: Path) -> Path:
 
 
 def newest_run(root: Path) -> Path:
-    """Return the run with the highest number. Raises ConfigError if there is none, or no run has
-    begun in it: an older one is not what was meant."""
+    """Return the run with the highest number. Raises ConfigError if there is none, or if this run
+    has not started: the user does not mean an older one."""
     numbered = [path for path in root.iterdir() if path.name.isdecimal() and path.is_dir()] if root.is_dir() else []
     if not numbered:
         raise ConfigError(
@@ -334,7 +334,7 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def script_request(options: argparse.Namespace) -> ScriptRequest:
-    """Return the ScriptRequest that the options describe."""
+    """Return the ScriptRequest from the options."""
     from zero_trial.compat.deepspeed.deepspeed_table import asked_for
     from zero_trial.launch.script import ScriptRequest, read_hostfile
 
@@ -343,7 +343,7 @@ def script_request(options: argparse.Namespace) -> ScriptRequest:
         raise ConfigError("--launcher ssh needs a hostfile", where="launch", fix="Give --hostfile FILE.")
     return ScriptRequest(
         target=options.script,
-        # a leading "--" only ended our own options
+        # drop a leading "--", which only ends our own options
         arguments=tuple(options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments),
         kind=options.kind or "script",
         local_rank=options.local_rank,

@@ -1,5 +1,5 @@
-"""``zero-trial simulate`` and ``schedule``: what a search would create, stop and spend, played
-through with synthetic learning curves; what a pipeline schedule does, and what it costs."""
+"""``zero-trial simulate`` and ``schedule``: simulate a search with synthetic learning curves
+(trials created, stopped, training spent); show a pipeline schedule and its costs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _completed(path: Path) -> tuple[dict[str, Any], list[str]]:
         text = path.read_text("utf-8")
     except (OSError, ValueError) as problem:
         raise ConfigError(f"cannot be read: {getattr(problem, 'strerror', None) or problem}", where=str(path)) from None
-    anywhere = {"type": "directory", "container_path": "/"}  # nothing is stored
+    anywhere = {"type": "directory", "container_path": "/"}  # any valid storage: nothing is stored
     completed = complete(text, ClusterDefaults(checkpoint_storage=anywhere, name=path.stem))
     return completed.config, completed.warnings
 
@@ -120,7 +120,7 @@ def _setup(config: Mapping[str, Any], options: argparse.Namespace) -> Setup:
 
 
 def _files(config: Mapping[str, Any], options: argparse.Namespace) -> dict[str, bytes]:
-    """Return the base ds_config's file by name, from the model's folder or the YAML's."""
+    """Return the base ds_config's file by name, from the model folder or the YAML's folder."""
     from zero_trial.errors import ConfigError
     from zero_trial.master.search.pruning import ds_config_file
 

@@ -1,5 +1,5 @@
-"""``zero-trial init`` and ``env``: a folder that trains as it is and is meant to be changed; what
-is available on this machine, and why something is not."""
+"""``zero-trial init`` and ``env``: create a folder that trains as is and serves as a template;
+report what is available on this machine, and why something is not."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _init(options: argparse.Namespace) -> int:
     folder: Path = options.folder
     files = template(options.template, experiment_name(folder, options.template))
     plant(folder, files)
-    # what to type next, from where the command was typed
+    # the next commands, relative to the current directory
     go = [] if folder.resolve() == Path.cwd() else [shlex.join(["cd", str(folder)])]
     verbs = ("check const.yaml .", "run const.yaml .", "report runs/0001")
     commands = [*go, *(f"zero-trial {verb}" for verb in verbs)]
@@ -71,7 +71,7 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def template(name: str, experiment: str) -> dict[str, str]:
-    """Return the files of a template, by name; the experiment is called ``experiment``."""
+    """Return the files of a template by name, for an experiment with the name ``experiment``."""
     source = Path(__file__).parent / "templates" / name
     files = {file: (source / file).read_text(encoding="utf-8") for file in FILES}
     files["const.yaml"] = re.sub(r"^name: .*$", f"name: {experiment}", files["const.yaml"], count=1, flags=re.MULTILINE)
@@ -89,9 +89,9 @@ _YAML_WORDS = ("y", "n", "yes", "no", "true", "false", "on", "off", "null")
 
 
 def plant(folder: Path, files: dict[str, str]) -> None:
-    """Write ``files`` into ``folder``, which is made if need be.
+    """Write ``files`` into ``folder``; create the folder if needed.
 
-    Raises ConfigError, before anything is written, if one of them is there.
+    Raises ConfigError before writing anything if one of the files exists.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError("this is a file", where="FOLDER", got=str(folder), expected="a folder, or a new name")
@@ -122,7 +122,7 @@ _OPTIONAL = {
     "tensorboard": "needed for TensorBoard files: pip install 'zero_trial[tensorboard]'",
     "deepspeed": "only measured against, never needed: pip install 'zero_trial[bench]'",
 }
-_MOST_SECONDS = 180  # for what native code answers: kernels may be compiled in it
+_MOST_SECONDS = 180  # for native_facts, which may compile kernels
 _REQUIRED = ("torch", "safetensors", "PyYAML", "tqdm", "psutil", "google-re2", "attrdict3")
 
 
@@ -130,7 +130,7 @@ _REQUIRED = ("torch", "safetensors", "PyYAML", "tqdm", "psutil", "google-re2", "
 class Fact:
     """One line of the report.
 
-    ``value`` is empty when the thing is not available, and ``why`` says why.
+    If the item is not available, ``value`` is empty and ``why`` is the reason.
     """
 
     section: str
@@ -162,8 +162,8 @@ def collect(env: Mapping[str, str]) -> list[Fact]:
 
 
 def native_facts() -> list[Fact]:
-    """Return what torch and the kernels answer, in another process: on a machine on which something
-    is wrong, it may end by a signal."""
+    """Return facts from torch and the kernels, collected in another process, which a broken
+    installation may crash."""
     from zero_trial.launch.first_cause import how_it_ended
 
     found: list[Fact] = []
@@ -190,7 +190,7 @@ def versions() -> list[Fact]:
 
 
 def _machine(env: Mapping[str, str]) -> list[Fact]:
-    """Return processor, memory and GPUs."""
+    """Return CPU, memory and GPUs."""
     from zero_trial.launch.hosts import count_devices
     from zero_trial.util.memory import machine_memory
     from zero_trial.util.text import format_bytes
@@ -208,11 +208,11 @@ def _machine(env: Mapping[str, str]) -> list[Fact]:
 
 
 def _backends() -> list[Fact]:
-    """Return what torch can compute on and communicate by."""
+    """Return torch's compute devices and communication backends."""
     try:
         import torch
         import torch.distributed as dist
-    except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded
+    except (ImportError, OSError) as error:  # OSError: a shared library cannot be loaded
         return [Fact("backends", "torch", "", f"import failed: {error}")]
     facts = [Fact("backends", "cpu", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")]
     if torch.cuda.is_available():
@@ -230,7 +230,7 @@ def _backends() -> list[Fact]:
 
 
 def _kernels() -> list[Fact]:
-    """Return what the optimizer's kernels run as; plain torch is a reason."""
+    """Return the implementation of each optimizer kernel; for plain torch, with the reason."""
     from zero_trial.ops.dispatch import report
 
     try:
@@ -244,7 +244,7 @@ def _kernels() -> list[Fact]:
 
 
 def _tools() -> list[Fact]:
-    """Return programs outside of Python that some parts use."""
+    """Return external programs that some components use."""
     wanted = {
         "g++": "the CPU kernels need g++, clang++ or $CXX once, unless they are already built",
         "ssh": "launch --launcher ssh cannot start other hosts",
@@ -256,7 +256,7 @@ def _tools() -> list[Fact]:
 
 
 def as_text(facts: list[Fact]) -> str:
-    """Return the report for people: a block per section."""
+    """Return the report as text: a block per section."""
     width = max(len(fact.name) for fact in facts)
     lines: list[str] = []
     for section in dict.fromkeys(fact.section for fact in facts):
@@ -272,7 +272,7 @@ def _package(name: str, why: str) -> Fact:
         return Fact("versions", name, "", why)
 
 
-if __name__ == "__main__":  # of native_facts
+if __name__ == "__main__":  # started by native_facts
     for probe in (_backends, _kernels):
         for fact in probe():
             print(json.dumps(asdict(fact)), flush=True)

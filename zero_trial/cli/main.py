@@ -1,4 +1,4 @@
-"""The entry of ``zero-trial``: runs a verb, turns an error into text and an exit code."""
+"""The entry point of ``zero-trial``: run a verb, and turn errors into text and an exit code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _CODES = "exit codes: " + ", ".join(f"{code} {code.meaning}" for code in ExitSta
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes no shortened options: a new option would change what they mean."""
+    """Rejects abbreviated options, because a new option would change their meaning."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -52,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs.
 
-    The verbs' modules import what they need only when they are run, so this is fast.
+    Fast, because the verbs import their dependencies only when they run.
     """
     parser = _Parser(prog="zero-trial", description=_ABOUT, epilog=_CODES)
     parser.add_argument("--version", action="version", version=f"zero_trial {zero_trial.__version__}")
@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code. argparse exits with 2 for unknown arguments."""
+    """Run one verb; return the exit code. argparse exits with 2 for unknown arguments."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = words[:1] == ["--debug"]
     try:
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return ExitStatus.BROKEN_PIPE
     except OSError as error:
-        # a disk that is full, a folder that may not be written: not ours, and no traceback helps
+        # full disk, missing permission: not our bug, so a traceback does not help
         wrapped = StorageError(
             f"the operating system reported: {error.strerror or error}",
             where=str(error.filename) if error.filename else None,
@@ -88,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse the words with argparse, which ends the process where it does not understand; a
-    misspelled verb is answered with the nearest one."""
+    """Parse the words with argparse, which exits on errors; for a misspelled verb, suggest the
+    nearest one."""
     if not words:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
@@ -98,7 +98,7 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
     if near:
         parser.error(f"unknown verb {verb}. Did you mean {near[0]}?")
     options, rest = parser.parse_known_args(words)
-    if rest:  # argparse reads the last positional arguments of a verb before the first option only
+    if rest:  # argparse reads a verb's last positional arguments only before the first option
         if not isinstance(getattr(options, "settings", None), list) or any(word.startswith("-") for word in rest):
             own, name = _of_verb(parser, words), rest[0].partition("=")[0]
             near = difflib.get_close_matches(name, own._option_string_actions, 1, cutoff=0.7)
@@ -120,7 +120,7 @@ def _of_verb(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.
 
 
 def report_error(error: ZeroTrialError, stream: TextIO, *, debug: bool = False) -> int:
-    """Print an error as one block, without a traceback unless asked for; returns its exit code."""
+    """Print an error as one block, with a traceback only if ``debug``; return its exit code."""
     if debug:
         traceback.print_exception(error, file=stream)
     else:

@@ -1,4 +1,4 @@
-"""What the verbs print alike: the end of a run, paths and progress bars."""
+"""Output that verbs share: the end of a run, paths and progress bars."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STOPPED = (ExitStatus.PREEMPTED, *(128 + number for number in (signal.SIGHUP, s
 
 
 def report_outcome(outcome: LaunchResult, folder: Path, stream: TextIO) -> int:
-    """Print the cause and the log of a failed or stopped run, nothing for a successful one.
+    """Print the cause and the log of a failed or stopped run; print nothing after success.
 
     Returns the exit code.
     """
@@ -39,7 +39,7 @@ def report_outcome(outcome: LaunchResult, folder: Path, stream: TextIO) -> int:
 
 
 def disk_lines(folder: Path, room: int = 1 << 20) -> list[str]:
-    """Return a note if the run's disk is full: a rank may have failed without an error."""
+    """Return a note if the run's disk is full, because a rank may have failed without an error."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
@@ -52,7 +52,7 @@ def disk_lines(folder: Path, room: int = 1 << 20) -> list[str]:
 
 
 def shown(path: Path) -> str:
-    """Return a path as the user would type it: relative to the current folder if it is inside."""
+    """Return a path for the user: relative if it is inside the current folder."""
     try:
         return strip_control(str(path.resolve().relative_to(Path.cwd())))
     except ValueError:
@@ -60,7 +60,7 @@ def shown(path: Path) -> str:
 
 
 def say(text: str) -> None:
-    """Print lines with names from a file, without what could control the terminal."""
+    """Print untrusted text, without terminal control characters."""
     print(strip_control(text))
 
 

@@ -1,4 +1,4 @@
-"""Configuration text with the place of every key, and the types that values are checked against.
+"""Configuration text with the location of every key, and types that check values.
 
-Imports no torch.
+Does not import torch.
 """

@@ -1,7 +1,6 @@
 """Open a ds_config in any form (dict, file, url-safe base64 of JSON, JSON text) as a Document; read
-JSON as people write it, and YAML as a Determined master does. Every key keeps its line, and a
-duplicate key or a text that is neither is explained with its line. Write YAML that every reader
-understands alike."""
+lenient JSON, and YAML like a Determined master. Every key keeps its line; errors about duplicate
+keys and syntax name the line. Write YAML that all readers interpret in the same way."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ Source: TypeAlias = Document | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def open_source(source: Source, name: str | None = None) -> Document:
-    """Return the Document of any form; ``name`` is for messages. Raises ConfigError."""
+    """Return any form as a Document; ``name`` is for messages. Raises ConfigError."""
     if isinstance(source, Document):
         return source
     if isinstance(source, Mapping):
@@ -57,14 +56,14 @@ def open_source(source: Source, name: str | None = None) -> Document:
 
 
 def read_file(path: Path, name: str | None = None) -> Document:
-    """Return a JSON file, or a YAML one by its suffix."""
+    """Read a JSON file, or a YAML file by its suffix."""
     text = read_text(path)
     reader = read_yaml if path.suffix in (".yaml", ".yml") else read_json
     return reader(text, name or path.name)
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a configuration file; raises ConfigError, also where it is not UTF-8."""
+    """Return the text of a configuration file. Raises ConfigError, also if it is not UTF-8."""
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError as problem:
@@ -80,12 +79,12 @@ def read_text(path: Path) -> str:
 def _is_file(text: str) -> bool:
     try:
         return Path(text).is_file()
-    except (OSError, ValueError):  # base64 text is longer than a file name may be
+    except (OSError, ValueError):  # base64 text can exceed the limit of file names
         return False
 
 
 def _from_base64(text: str) -> str | None:
-    """Return the JSON text behind url-safe base64, or None if it is not that."""
+    """Decode url-safe base64 to JSON text; return None if ``text`` is anything else."""
     try:
         decoded = base64.urlsafe_b64decode(text.encode("ascii")).decode("utf-8")
     except (binascii.Error, ValueError):
@@ -107,9 +106,9 @@ def _no_such_file(text: str) -> ConfigError:
     return ConfigError(what, where=quoted or '""', fix=fix)
 
 
-# JSON as people write it: comments, trailing and missing commas, bare keys and words (the part of
-# hjson that real ds_config files use). Every key keeps its line; a duplicate key in one object is a
-# fault that names both lines.
+# Lenient JSON: comments, trailing and missing commas, bare keys and words (the part of hjson that
+# actual ds_config files use). Every key keeps its line; the error for a duplicate key in an object
+# names both lines.
 
 _COMMENT = r"#[^\n]*|//[^\n]*|/\*.*?\*/"
 _BLANK = re.compile(rf"(?:\s+|{_COMMENT})*", re.DOTALL)
@@ -132,13 +131,13 @@ _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "'"
 
 
 def read_json(text: str, file: str) -> Document:
-    """Return the object in ``text``; raises ConfigError with file and line, for all duplicate keys
+    """Return the object in ``text``. Raises ConfigError with file and line, for all duplicate keys
     together or for the first syntax error."""
     return _Parser(text.removeprefix("\ufeff"), file).document()
 
 
 class _Parser:
-    """A cursor over the text; each method leaves it behind what it has read."""
+    """A cursor over the text; each method moves it past the text that it has read."""
 
     def __init__(self, text: str, file: str) -> None:
         self.text = text
@@ -180,8 +179,8 @@ class _Parser:
         return found
 
     def until(self, end: str, path: KeyPath) -> Iterator[str]:
-        """Yield the first character of each item, up to the bracket ``end``. A missing comma
-        between items and one after the last are both fine."""
+        """Yield the first character of each item, up to the bracket ``end``. Commas may be missing
+        between items, or follow the last item."""
         if len(path) > MOST_LEVELS:
             raise self.fault("too deeply nested", expected=f"at most {MOST_LEVELS} levels")
         self.at += 1
@@ -202,8 +201,8 @@ class _Parser:
         return self.string() if start in "\"'" else self.bare()
 
     def bare(self) -> Any:
-        """Return a number or word that ends at a comma, bracket, comment or line end; any other
-        text is a string up to the end of its line."""
+        """Return a number or word that ends at a comma, bracket, comment or line end. Any other
+        text is a string up to the end of the line."""
         line = self.text[self.at :].partition("\n")[0]
         token = _BARE_END.split(line, maxsplit=1)[0].strip()
         if token in _WORDS:
@@ -212,7 +211,7 @@ class _Parser:
         if _NUMBER.fullmatch(token):
             self.at += len(token)
             return float(token) if re.search(r"[.eE]", token) or len(token) > 400 else int(token)
-        if token in _PYTHON and token != line.strip():  # on a line of its own it is text, and its key's type refuses it
+        if token in _PYTHON and token != line.strip():  # alone on a line it is text, and the key's type rejects it
             raise self.fault("Python, not JSON", got=token, expected=_PYTHON[token])
         self.at += len(line)
         return line.strip()
@@ -230,7 +229,7 @@ class _Parser:
             raise self.fault("a string is not terminated", expected=self.text[self.at])
         text = _ESCAPE.sub(self.unescaped, match[2])
         self.at = match.end()
-        # two escaped halves are one character outside the basic plane; a lone half is replaced
+        # join escaped surrogate pairs into one character; replace unpaired surrogates
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def unescaped(self, escape: re.Match[str]) -> str:
@@ -242,7 +241,7 @@ class _Parser:
         return _ESCAPES[code]
 
     def peek(self, skipped: re.Pattern[str] = _BLANK) -> str:
-        """Return the next character after white space and comments; empty at the end."""
+        """Return the next character after whitespace and comments; "" at the end."""
         found = skipped.match(self.text, self.at)
         self.at = found.end() if found else self.at
         if self.text.startswith("/*", self.at):
@@ -278,10 +277,10 @@ _FIXES = (
 
 
 def _yaml_fault(problem: yaml.MarkedYAMLError, text: str, file: str) -> ConfigError:
-    """Return PyYAML's complaint with its line and, if the cause is known, the fix."""
+    """Return PyYAML's error with its line and, if the cause is known, the fix."""
     said = str(problem.problem or problem.context)
     marks = [mark.line for mark in (problem.problem_mark, problem.context_mark) if mark is not None]
-    # a missing colon is noticed in the line after
+    # PyYAML detects a missing colon one line later
     number = marks[-1] if "could not find expected ':'" in said else marks[0]
     line = "".join(text.splitlines()[number : number + 1]).strip()
     fix = next((fix.format(opened=marks[-1] + 1) for part, fix in _FIXES if part in said), None)
@@ -290,8 +289,8 @@ def _yaml_fault(problem: yaml.MarkedYAMLError, text: str, file: str) -> ConfigEr
     )
 
 
-# The plain scalars of YAML 1.1 that Go's reader knows, in the order in which they are tried. PyYAML
-# takes y and n for text, = for something else, and reads dates and numbers of base 60.
+# The plain scalars of YAML 1.1 that Go's parser knows, in the order of matching. PyYAML differs: it
+# reads y and n as text, = as a special value, and dates and base-60 numbers.
 _BOOLEANS = {
     **dict.fromkeys(("y", "Y", "yes", "Yes", "YES", "true", "True", "TRUE", "on", "On", "ON"), True),
     **dict.fromkeys(("n", "N", "no", "No", "NO", "false", "False", "FALSE", "off", "Off", "OFF"), False),
@@ -315,7 +314,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts every text into quotes that ``_Loader`` or PyYAML would read as something else."""
+    """Quotes every string that ``_Loader`` or PyYAML would read as another type."""
 
 
 for _tag, _pattern, _first in _PLAIN:
@@ -352,13 +351,13 @@ def write_yaml(value: Mapping[str, Any], *, width: int = 80) -> str:
 
 
 def read_yaml(text: str, file: str) -> Document:
-    """Return the mapping in ``text``, of the ``file`` in messages; raises ConfigError with file and
-    line.
+    """Return the mapping in ``text``. Raises ConfigError with the line and ``file``, the name in
+    messages.
 
-    Plain scalars mean what a Determined master takes them for: y, n, yes, no, on and off are
-    booleans, as keys too, and a key that is not text becomes text (``on`` becomes ``true``, with
-    its own spelling in ``Document.respelled``). A bare ``1e-4``, a string to other YAML 1.1
-    readers, is a number, with a warning.
+    Interprets plain scalars like a Determined master: y, n, yes, no, on and off are booleans, also
+    as keys, and keys of other types become text (``on`` becomes ``true``; ``Document.respelled``
+    has the original spelling). A bare ``1e-4``, which other YAML 1.1 readers read as a string, is a
+    number, with a warning.
     """
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -386,7 +385,7 @@ def read_yaml(text: str, file: str) -> Document:
 
 
 class _Builder:
-    """Turns nodes into values and keeps the line of each key on the way."""
+    """Converts nodes to values and records the line of each key."""
 
     def __init__(self, loader: yaml.SafeLoader, file: str) -> None:
         self.loader = loader
@@ -427,7 +426,7 @@ class _Builder:
         return value
 
     def key(self, node: yaml.Node, above: KeyPath) -> str:
-        """Return the text of a key: JSON, in which a master keeps configurations, has no other."""
+        """Return a key as text, because a master stores configurations as JSON."""
         value = self.loader.construct_object(node, deep=True)
         if isinstance(value, str) and getattr(node, "style", "") is None and EXPONENT.fullmatch(value):
             value = float(value)
@@ -451,7 +450,7 @@ class _Builder:
 
     def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         written = {id(key) for key, _ in node.value}
-        self.loader.flatten_mapping(node)  # what "<<" merges comes first, so that the mapping's own keys win
+        self.loader.flatten_mapping(node)  # puts "<<" merges first, so that the mapping's own keys win
         found: dict[str, Any] = {}
         own: dict[str, int] = {}
         for key_node, value_node in node.value:

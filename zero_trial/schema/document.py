@@ -1,4 +1,4 @@
-"""A configuration as it was read: nested dicts and lists, and for every key its file and line."""
+"""A configuration as read: nested dicts and lists, with file and line of every key."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from zero_trial.errors import ConfigError
 
 Path = tuple[str, ...]
 
-MOST_LEVELS = 64  # of nesting, in dicts as in files
+MOST_LEVELS = 64  # of nesting, in dicts and files
 MOST_VALUES = 100_000
 
 
 class Provenance(Enum):
-    """How a configuration value came about. The values are how its text in a report begins."""
+    """The origin of a configuration value. An enum value is the prefix of its text in reports."""
 
     DEFAULT = "default"
     AUTO = "auto: "  # "auto", filled in
     OPEN = "auto: left"  # "auto", left to zero_trial
-    HYPERPARAMETER = "hyperparameter"  # taken where the file says nothing
+    HYPERPARAMETER = "hyperparameter"  # used if the file does not set the key
     DERIVED = "derived"  # from other values: batch arithmetic, sizes of the mesh
     REWRITTEN = "written as"  # an older spelling of the key
     OVERLAY = "hyperparameters.ds_config"  # laid over the file
-    MODEL = "PipelineModule"  # the model says it
+    MODEL = "PipelineModule"  # set by the model
     GIVEN = ""  # a file, or a dict that was passed in
 
 
 class ValueSource(str):
-    """Where a value came from: text for reports, and the provenance for code."""
+    """The source of a value: text for reports, and the provenance for code."""
 
     provenance: Provenance
 
     def __new__(cls, text: str, provenance: Provenance | None = None) -> ValueSource:
-        """Make a source; without ``provenance`` it follows from the text, that of a JSON report."""
+        """Create a source; by default, derive ``provenance`` from the text (of a JSON report)."""
         made = super().__new__(cls, text)
         made.provenance = provenance if provenance is not None else _provenance_of(text)
         return made
 
     @property
     def is_default(self) -> bool:
-        """Return whether the value is the default of its key."""
+        """Return whether the value is the key's default."""
         return self.provenance is Provenance.DEFAULT
 
     @property
@@ -57,9 +57,9 @@ _OVERLAYS = (Provenance.OVERLAY.value, "hyperparameters.overwrite_deepspeed_args
 
 
 def _provenance_of(text: str) -> Provenance:
-    """Return the provenance that a report's text means.
+    """Return the provenance of a text from a report.
 
-    ``ds_config.json:3 hyperparameters.ds_config`` ends with its own.
+    In ``ds_config.json:3 hyperparameters.ds_config`` the suffix is the provenance.
     """
     if text.endswith(_OVERLAYS):
         return Provenance.OVERLAY
@@ -73,8 +73,8 @@ GIVEN = ValueSource("given", Provenance.GIVEN)
 
 @dataclass(frozen=True)
 class Location:
-    """The place of a value: file and line, the dotted prefix of a ds_config inside another file,
-    and a note on where the value came from."""
+    """The location of a value: file and line, the dotted prefix of a ds_config inside another file,
+    and a note about the value's source."""
 
     file: str | None = None
     line: int | None = None
@@ -83,7 +83,7 @@ class Location:
     provenance: Provenance = Provenance.GIVEN
 
     def spot(self) -> str:
-        """Return ``const.yaml:14``, or "" for a dict that was passed in."""
+        """Return ``const.yaml:14``, or "" for a dict argument."""
         if self.file is None:
             return ""
         return f"{self.file}:{self.line}" if self.line else self.file
@@ -95,12 +95,12 @@ class Location:
         return f"{self.spot()} {full}".strip()
 
     def noted(self, note: str, provenance: Provenance) -> Location:
-        """Return the same place with a note on how the value came about."""
+        """Return the same location with a note about the value's source."""
         return replace(self, note=note, provenance=provenance)
 
     def source(self) -> ValueSource:
-        """Return what the report says of a value: ``ds_config.json:14``, ``auto: hyperparameter
-        lr``, ``given`` for a plain dict."""
+        """Return the source for reports: ``ds_config.json:14``, ``auto: hyperparameter lr``, or
+        ``given`` for a plain dict."""
         spot = self.spot()
         if self.prefix and spot:
             spot = f"{spot} {self.prefix}"
@@ -112,12 +112,12 @@ class Location:
 
 @dataclass(frozen=True)
 class Document:
-    """``value`` with a ``places`` entry per key path; a path without one has the place of its
-    nearest parent.
+    """``value`` with locations in ``places`` by key path; a path without an entry has the location
+    of its nearest parent.
 
-    ``warnings`` are sentences about values that had to be understood rather than read;
-    ``respelled`` has the spelling of keys that YAML reads as a boolean or a number, by the path
-    with the key as it arrives (``true`` for ``on``).
+    ``warnings``: messages about values that had to be interpreted. ``respelled``: the original
+    spelling of keys that YAML reads as a boolean or a number, by the path with the resulting key
+    (``true`` for ``on``).
     """
 
     value: dict[str, Any]
@@ -134,7 +134,7 @@ class Document:
         return cls(copy.deepcopy(dict(mapping)), {}, place)
 
     def at(self, path: Path) -> Location:
-        """Return the place of ``path``, or of the nearest key around it."""
+        """Return the location of ``path``, or of its nearest parent."""
         for end in range(len(path), 0, -1):
             found = self.places.get(path[:end])
             if found is not None:
@@ -142,11 +142,11 @@ class Document:
         return self.place
 
     def where(self, key: str) -> str:
-        """Return the beginning of an error message on the dotted ``key``."""
+        """Return the beginning of an error message about the dotted ``key``."""
         return self.at(tuple(key.split("."))).where(key)
 
     def get(self, path: Path, default: Any = None) -> Any:
-        """Return the value at ``path``, or ``default`` where there is none."""
+        """Return the value at ``path``, or ``default`` if there is none."""
         value: Any = self.value
         for part in path:
             if not isinstance(value, Mapping) or part not in value:
@@ -155,7 +155,7 @@ class Document:
         return value
 
     def with_value(self, path: Path, value: Any, place: Location) -> Document:
-        """Return a new document in which ``path`` holds ``value``; sections on the way are made."""
+        """Return a new document with ``value`` at ``path``; create missing sections."""
         top = copy.deepcopy(self.value)
         section = top
         for part in path[:-1]:
@@ -167,8 +167,8 @@ class Document:
         return replace(self, value=top, places={**self.places, path: place})
 
     def below(self, path: Path, prefix: str | None = None) -> Document:
-        """Return the section at ``path`` as a document of its own; faults in it are named with
-        ``prefix`` (the dotted path by default)."""
+        """Return the section at ``path`` as a separate document; its errors start with ``prefix``
+        (default: the dotted path)."""
         dotted = ".".join(path) if prefix is None else prefix
         section = self.get(path)
         places = {rest: replace(place, prefix=dotted) for rest, place in self.inside(path)}
@@ -176,14 +176,14 @@ class Document:
         return Document(value, places, replace(self.at(path), prefix=dotted))
 
     def inside(self, path: Path) -> Iterator[tuple[Path, Location]]:
-        """Yield the places inside the section at ``path``, each by its path from there."""
+        """Yield relative path and location of every key inside the section at ``path``."""
         for inner, place in self.places.items():
             if len(inner) > len(path) and inner[: len(path)] == path:
                 yield inner[len(path) :], place
 
 
 def twice(file: str, path: Path, first: int | None, second: int) -> ConfigError:
-    """Return the fault for a key that one object has twice, with both lines."""
+    """Return the error for a duplicate key in an object, with both lines."""
     return ConfigError(
         "duplicate key",
         where=f"{file}:{second} {'.'.join(path)}",
@@ -193,7 +193,7 @@ def twice(file: str, path: Path, first: int | None, second: int) -> ConfigError:
 
 
 def _require_finite(mapping: Mapping[str, Any], place: Location) -> None:
-    """Raise ConfigError for a ``mapping`` that is too large to be walked, or contains itself."""
+    """Raise ConfigError if ``mapping`` is too large or too deep, or contains itself."""
     stack: list[tuple[Any, Path]] = [(mapping, ())]
     values = 0
     while stack:
@@ -212,7 +212,7 @@ def _require_finite(mapping: Mapping[str, Any], place: Location) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return a value as a file would spell it, short enough for a message."""
+    """Return a value as in a file, shortened for a message."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, str):
@@ -226,8 +226,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-# What YAML 1.1 reads as a string although a person means a number: an exponent without a dot or a
-# sign (1e-4, 5e8, 1.0e4).
+# Strings in YAML 1.1 that people mean as numbers: an exponent without a dot or a sign (1e-4, 5e8,
+# 1.0e4).
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 

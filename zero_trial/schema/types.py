@@ -1,9 +1,8 @@
-"""What a value may be: types that describe themselves, read one raw value strictly, and name what
-is wrong.
+"""Types of values: each describes itself, reads a raw value strictly, and reports errors.
 
-Two formats are read with them. ds_config is lenient where a person's meaning is clear (5e8 is an
-integer, and so is the string that YAML 1.1 makes of it, with a warning). An experiment is
-``exact``: an integer is what JSON calls one, because a Determined master reads the same text.
+Two formats use these types. ds_config is lenient if the meaning is clear (5e8 is an integer, and so
+is the string that YAML 1.1 reads, with a warning). An experiment is ``exact``: only JSON integers
+are integers, because a Determined master reads the same text.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from typing import Any
 from zero_trial.errors import ConfigError
 from zero_trial.schema.document import EXPONENT, shown, spell_float
 
-Path = tuple[str | int, ...]  # keys and list indices from the top of a configuration
+Path = tuple[str | int, ...]  # keys and list indices from the root of a configuration
 
-# What an issue is about, for programs and tests.
+# The kinds of issues, for programs and tests.
 TYPE, RANGE, CHOICE, UNKNOWN, MISSING = "type", "range", "choice", "unknown", "missing"
-RULE, REMOVED, RENAMED = "rule", "removed", "renamed"  # contradictions; taken away; read as another key
-CLUSTER = "cluster"  # what only a cluster cannot take
+RULE, REMOVED, RENAMED = "rule", "removed", "renamed"  # contradictions; removed keys; read as another key
+CLUSTER = "cluster"  # not supported on a cluster
 
 
 @dataclass(frozen=True)
 class Issue:
-    """One thing that is wrong: where, what kind of thing (``code``), and a sentence."""
+    """An error: its path, its kind (``code``), and a message."""
 
     path: Path
     code: str
@@ -48,13 +47,13 @@ def dotted(path: Path) -> str:
 
 
 class ValidationError(Exception):
-    """A value is not of its type.
+    """A value does not have the required type.
 
     Args:
-        expected: what would be, such as "a positive integer".
-        fix: what to write, where that is clear.
-        text: the whole sentence ("3 is less than 5"); by default made of ``expected``.
-        code: as an Issue has it.
+        expected: a description of valid values, such as "a positive integer".
+        fix: what to write, if that is clear.
+        text: the whole message ("3 is less than 5"); by default built from ``expected``.
+        code: the code of the Issue.
     """
 
     def __init__(self, expected: str, fix: str | None = None, *, text: str = "", code: str = TYPE) -> None:
@@ -70,8 +69,8 @@ class ValidationError(Exception):
 
 
 def as_number(value: object, expected: str) -> tuple[int | float, str | None]:
-    """Return a number as it stands, or the YAML string trap ('1e-4') with its warning; raises
-    ValidationError for anything else, bools included."""
+    """Return a number unchanged; convert strings from YAML 1.1 ('1e-4'), with a warning. Raises
+    ValidationError for anything else, including bools."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value, None
     if isinstance(value, str) and EXPONENT.fullmatch(value.strip()):
@@ -87,7 +86,7 @@ def as_number(value: object, expected: str) -> tuple[int | float, str | None]:
 
 
 def _number(value: object, expected: str, kind: str, exact: Any) -> tuple[int | float, str | None]:
-    """Return what ``as_number`` does; with ``exact``, nothing but these types is a number."""
+    """Like ``as_number``; with ``exact``, accept only values of these types."""
     if exact and (isinstance(value, bool) or not isinstance(value, exact)):
         raise ValidationError(expected, text=f"{shown(value)} is not {kind}")
     return as_number(value, expected)
@@ -102,27 +101,27 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Reading:
-    """A value in its inside form, and a sentence for the user if it was interpreted."""
+    """A value in its internal form, and a message for the user if it was interpreted."""
 
     value: Any
     warning: str | None = None
 
 
 class Type:
-    """Base of the types. A type implements ``read`` or ``check``; each follows from the other."""
+    """The base class. A type implements ``read`` or ``check``; each defaults to using the other."""
 
     def describe(self) -> str:
-        """Return what a value has to be, for messages and the reference page."""
+        """Describe valid values, for messages and the reference page."""
         return "a value"
 
     def read(self, value: object) -> Reading:
-        """Return the inside form of ``value``. Raises ValidationError."""
+        """Return the internal form of ``value``. Raises ValidationError."""
         for issue in self.check(value, ()):
             raise ValidationError(self.describe(), text=issue.text, code=issue.code)
         return Reading(value)
 
     def check(self, value: Any, path: Path) -> list[Issue]:
-        """Return the issues of ``value``, which is at ``path``."""
+        """Return the issues of ``value`` at ``path``."""
         try:
             self.read(value)
         except ValidationError as error:
@@ -130,7 +129,7 @@ class Type:
         return []
 
     def fill(self, value: Any) -> Any:
-        """Return ``value`` with the defaults of its sections. ``value`` has no issues."""
+        """Return ``value`` with the defaults of its sections. ``value`` must have no issues."""
         return value
 
 
@@ -139,7 +138,7 @@ _TRUTH = {**dict.fromkeys(("true", "yes", "on", "1"), "true"), **dict.fromkeys((
 
 @dataclass(frozen=True)
 class Bool(Type):
-    """true or false; 0, 1 and strings are refused."""
+    """true or false; rejects 0, 1 and strings."""
 
     def describe(self) -> str:
         return "true or false"
@@ -154,9 +153,9 @@ class Bool(Type):
 
 @dataclass(frozen=True)
 class Int(Type):
-    """A whole number in [low, high]; 5e8 is one, unless it has to be ``exact``.
+    """An integer in [low, high]; includes 5e8 unless ``exact``.
 
-    ``infinite`` lets Infinity mean "never" and reads it as None.
+    ``infinite``: also accept Infinity ("never"), read as None.
     """
 
     low: int | None = None
@@ -194,7 +193,7 @@ class Int(Type):
 class Float(Type):
     """A finite number; ``above`` is an exclusive lower bound, ``low`` and ``high`` are inclusive.
 
-    ``exact``: no strings, and the number stays as it is written (an integer is not made a float).
+    ``exact``: reject strings, and do not convert integers to float.
     """
 
     low: float | None = None
@@ -229,13 +228,13 @@ class Float(Type):
 
 @dataclass(frozen=True)
 class Text(Type):
-    """A string, or one of ``choices``: in any case, unless it has to be ``exact``.
+    """A string, or one of ``choices``, which match in any case unless ``exact``.
 
     Args:
-        synonyms: pairs of another word for a choice and that choice.
-        starts: beginnings after which anything may follow.
-        pattern: a regular expression that has to be found in it; ``otherwise`` is the sentence
-            where it is not.
+        synonyms: pairs of a synonym and its choice.
+        starts: prefixes that any text may follow.
+        pattern: a regular expression that the text must contain; ``otherwise`` is the message if it
+            does not.
     """
 
     choices: tuple[str, ...] = ()
@@ -274,7 +273,7 @@ class Text(Type):
 
 @dataclass(frozen=True)
 class DType(Type):
-    """A floating dtype by name; torch's and numpy's spellings are understood."""
+    """A floating-point dtype by name; accepts torch's and numpy's spellings."""
 
     def describe(self) -> str:
         return 'a dtype: "fp32", "fp16" or "bf16"'
@@ -288,9 +287,9 @@ class DType(Type):
 
 @dataclass(frozen=True)
 class Names(Type):
-    """A list of strings; one string stands for a list of one.
+    """A list of strings; a single string becomes a list.
 
-    ``also`` are words allowed instead of a list.
+    ``also``: words that are valid instead of a list.
     """
 
     also: tuple[str, ...] = ()
@@ -335,7 +334,7 @@ class Numbers(Type):
 
 @dataclass(frozen=True)
 class AnyOf(Type):
-    """The first of ``kinds`` that takes the value; ``otherwise`` is the sentence if none does."""
+    """The first of ``kinds`` that accepts the value; ``otherwise`` is the message if none does."""
 
     kinds: tuple[Type, ...]
     otherwise: str = ""
@@ -358,7 +357,7 @@ class AnyOf(Type):
 
 @dataclass(frozen=True)
 class Opaque(Type):
-    """Anything at all, kept as it is: what stands inside is not looked at."""
+    """Any value, stored unchanged. The content is not checked."""
 
     def describe(self) -> str:
         return "any value"
@@ -369,7 +368,7 @@ class Opaque(Type):
 
 @dataclass(frozen=True)
 class MapOf(Type):
-    """Any map; its values are of the type ``each``, if that is given."""
+    """Any map; its values must have the type ``each``, if given."""
 
     each: Type | None = None
 
@@ -386,9 +385,9 @@ class MapOf(Type):
 
 @dataclass(frozen=True)
 class Section(MapOf):
-    """An object whose keys have rows of their own.
+    """An object whose keys have their own rows.
 
-    ``switch``: a bare true or false stands for the section with this key set.
+    ``switch``: the key that a bare true or false in place of the section sets.
     """
 
     switch: str | None = None
@@ -411,7 +410,7 @@ class ListOf(Type):
 
 @dataclass(frozen=True)
 class Forbidden(Type):
-    """What no new configuration may hold; ``why`` says what to write instead."""
+    """Not allowed in new configurations; ``why`` is the alternative."""
 
     why: str
 
@@ -421,8 +420,8 @@ class Forbidden(Type):
 
 @dataclass(frozen=True)
 class Field:
-    """One key of a section: its type, its default, whether it has to be written, and whether a
-    completed section shows it at its default (else it is left out)."""
+    """One key of a section: its type, its default, whether it is required, and whether a completed
+    section shows its default (else the key is omitted)."""
 
     type: Type
     default: Any = None
@@ -432,12 +431,12 @@ class Field:
 
 @dataclass(frozen=True)
 class Fields(Type):
-    """A map with these ``keys`` and no others; null means that a key is not written.
+    """A map with only these ``keys``; null means that a key is absent.
 
     Args:
-        checks: functions of a section whose keys have no issues; each returns a sentence, or None.
-        hint: what is said of an unknown key that is near no known one.
-        instead: what to write instead of an unknown key, by its name.
+        checks: functions of a section whose keys have no issues; each returns a message or None.
+        hint: the message for an unknown key that is not similar to a known one.
+        instead: the replacements of unknown keys, by name.
     """
 
     keys: Mapping[str, Field]
@@ -478,11 +477,11 @@ class Fields(Type):
 
 @dataclass(frozen=True)
 class Tagged(Type):
-    """A section whose ``key`` says which of ``kinds`` it is.
+    """A section whose ``key`` selects one of ``kinds``.
 
     Args:
-        otherwise: the sentence for a tag that is not known.
-        removed: tags that no new configuration may have, and what to write instead.
+        otherwise: the message for an unknown tag.
+        removed: tags that new configurations must not use, with replacements.
     """
 
     key: str
@@ -508,14 +507,14 @@ class Tagged(Type):
 
 
 def exact_int(low: int = -(2**63), high: int = 2**63 - 1) -> Int:
-    """Return the type of an integer as JSON has it, of 64 bits."""
+    """Return the type of a 64-bit JSON integer."""
     return Int(low, high, exact=True)
 
 
-exact_float = partial(Float, exact=True)  # a number as JSON has it
-exact_text = partial(Text, exact=True)  # a string with its case as written
+exact_float = partial(Float, exact=True)  # a JSON number
+exact_text = partial(Text, exact=True)  # a case-sensitive string
 
 
 def not_a_map(value: Any, path: Path) -> list[Issue]:
-    """Return the issue of a value that has to be a map."""
+    """Return the issue of a value that must be a map."""
     return [Issue(path, TYPE, f"{shown(value)} is not a map")]

@@ -1,1 +1,1 @@
-"""Small helpers that several rooms share: text, atomic files, failures on several ranks."""
+"""Small shared helpers: text, atomic files, failures, memory, processes."""

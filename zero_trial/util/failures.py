@@ -1,5 +1,5 @@
-"""The line of the user's own code at which an error arose: where to look first. Also which errors
-of torch and Python mean that memory ran out, or that a process of a data loader has died."""
+"""Find the line of the user's code at which an error was raised. Also detect errors of torch and
+Python that mean out of memory, or that a process of a data loader has died."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import FrameType
 
 from zero_trial.errors import DoesNotFit, WorkerLost, ZeroTrialError
 
-LONGEST_LINE = 90  # characters of source that are shown
+LONGEST_LINE = 90  # displayed characters of source
 
 _PACKAGE = str(Path(__file__).parent.parent)
 
@@ -20,13 +20,13 @@ _PACKAGE = str(Path(__file__).parent.parent)
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """Return the innermost frame of the user's code; None if there is none."""
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    # a dataclass's __init__ has no source; code of python -c has no other frame
+    # drop frames without source (a dataclass's __init__), unless there are no others (python -c)
     theirs = [frame for frame in theirs if frame.filename != "<string>"] or theirs
     return theirs[-1] if theirs else None
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Show ``note`` below the message of ``error``, or in it on Python 3.10."""
+    """Add ``note`` below the message of ``error`` (on Python 3.10, to the message)."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:
@@ -40,7 +40,7 @@ def _is_users(filename: str) -> bool:
 
 
 def line_being_run(frame: FrameType | None) -> str:
-    """Return ``file:line`` of the innermost frame of the user's code from ``frame`` on, or ""."""
+    """Return ``file:line`` of the user's innermost frame, starting at ``frame``, or ""."""
     while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
@@ -59,7 +59,7 @@ def user_line(error: BaseException) -> str | None:
 
 
 def with_user_line(message: str, error: BaseException) -> str:
-    """Add that line to ``message`` in brackets: behind it, or below where it has several lines."""
+    """Add the user's line to ``message`` in brackets: after it, or below a multi-line message."""
     line = user_line(error)
     if line is None:
         return message
@@ -72,17 +72,17 @@ _NEXT = re.compile(r"\n\n(?:During handling of the above|The above) exception.+:
 
 
 def error_in_worker(error: BaseException) -> str | None:
-    """Return the message of an error that a DataLoader's worker raised, with the user's line in
-    that process; None for any other error.
+    """Return the message of an error in a DataLoader's worker, with the user's line in that
+    process; None for any other error.
 
-    torch has put the worker's whole traceback into the message.
+    Parses the worker's traceback, which torch puts into the message.
     """
     text = str(error)
     worker = _OF_WORKER.match(text)
     if worker is None:
         return None
     shown = text[worker.end() :].rstrip()
-    # the last traceback: its headline, its frames with their source, then what was raised
+    # the last traceback: its headline, its frames with their source, then the exception
     lines = _NEXT.split(shown)[-1].split("\n")
     first = next((i for i, line in enumerate(lines) if i and not line.startswith("  ")), 0)
     message = "\n".join(lines[first:])
@@ -92,10 +92,10 @@ def error_in_worker(error: BaseException) -> str | None:
 
 
 def known_fault(error: BaseException, where: str | None = None) -> ZeroTrialError | None:
-    """Return DoesNotFit if ``error`` says that memory ran out, WorkerLost if it says that a worker
-    of a DataLoader has died, else None. ``where``: default is the line of the user's code.
+    """Return DoesNotFit if ``error`` means out of memory, WorkerLost if a worker of a DataLoader
+    has died, else None. ``where``: by default, the line of the user's code.
 
-    torch raises the latter in the main thread, wherever that is: also within a collective.
+    torch raises the latter in the main thread at any point, even inside a collective.
     """
     said = str(error).strip()
     known: ZeroTrialError | None = None
@@ -121,7 +121,7 @@ LESS_MEMORY = (
 
 
 def _ran_out(error: BaseException, said: str) -> bool:
-    """Return whether memory ran out, of the host or of a device."""
+    """Return whether the host or a device ran out of memory."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     of_torch = "DefaultCPUAllocator: " in said or "CUDA error: out of memory" in said

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and the names of those that several rooms read."""
+"""Atomic file writes, and file names that several packages share."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ TRIAL_STATE = "trial_state.json"
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Iterator[Path]:
-    """Yield a new, empty file beside ``path`` that takes its place when the block ends.
+    """Yield a new, empty file next to ``path`` that replaces it when the block ends.
 
-    If the block raises, the new file is removed and ``path`` stays as it was.
+    If the block raises, removes the new file and leaves ``path`` unchanged.
 
     Args:
-        path: the file to replace or to create; its folder exists.
-        durable: content and name are on the disk afterwards, also if the machine loses power. A
-            file that only running processes read does not need that.
-        private: only this user can read the file, from its first moment on.
+        path: the file to replace or create; its folder must exist.
+        durable: sync content and name to disk, to survive a power failure. Unnecessary for files
+            that only running processes read.
+        private: only this user can read the file, from its creation.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -46,7 +46,7 @@ def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Ite
 
 
 def write_atomic(path: Path, content: str | bytes, *, durable: bool = True, private: bool = False) -> None:
-    """Write a file atomically: a reader finds the old content or the new one."""
+    """Write a file atomically: readers see either the old or the new content."""
     with replacing(path, durable=durable, private=private) as draft:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -61,18 +61,17 @@ def signature(path: Path) -> tuple[int, int] | None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove ``folder`` with all that is in it, if it exists, as far as it can be removed. It loses
-    its name first, so that a process or thread that still writes into it finds that it is gone, and
-    leaves nothing there."""
+    """Remove ``folder`` and its content, if it exists (best effort). Renames the folder first, so
+    that concurrent writers find it missing and do not leave new files."""
     gone = folder.with_name(f"{folder.name}.{secrets.token_hex(6)}")
-    with suppress(OSError):  # it is not there, or cannot be renamed
+    with suppress(OSError):  # missing, or cannot be renamed
         os.rename(folder, gone)
     for path in (gone, folder):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def sync_folder(path: Path) -> None:
-    """Return when the names in a folder, or the content of a file, are on the disk."""
+    """Sync the names in a folder, or the content of a file, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -85,7 +84,7 @@ IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 
 def file_system_of(folder: Path) -> str:
-    """Return the type of the file system of ``folder``; empty if the system does not say."""
+    """Return the type of the file system of ``folder``; "" if unknown."""
     try:
         kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
     except OSError:  # a sandbox hides them

@@ -1,5 +1,5 @@
-"""Processes of this machine: who runs, who descends from whom, who carries a mark; how they are
-signalled, and how a process ties itself to its parent."""
+"""Processes of this machine: find running processes, descendants and processes with a mark; send
+signals; tie a process to its parent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def marked(name: str, value: str) -> list[int]:
     """List this user's other running processes that were started with this variable."""
     found = []
     for process in psutil.process_iter():
-        # it is another user's, or it ends meanwhile
+        # skip processes of other users, or that have just ended
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(name) == value and process.pid != os.getpid() and is_running(process.pid):
                 found.append(process.pid)
@@ -47,7 +47,7 @@ def marked(name: str, value: str) -> list[int]:
 
 
 def send(pids: Iterable[int], number: signal.Signals) -> None:
-    """Signal each process that still runs, and of a group's leader the whole group."""
+    """Signal each running process; for a group leader, the whole group."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getpgid(pid) == pid:
@@ -57,9 +57,9 @@ def send(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def sweep(name: str, value: str, seconds: float = 5.0) -> None:
-    """Kill all processes that carry the mark until none is left, for one may have forked."""
+    """Kill all processes with the mark. Repeat until none is left, because one may have forked."""
     until = time.monotonic() + seconds
-    while pids := marked(name, value):  # to look takes long on a busy machine
+    while pids := marked(name, value):  # slow on a busy machine
         send(pids, signal.SIGKILL)
         if time.monotonic() > until:
             return
@@ -67,15 +67,15 @@ def sweep(name: str, value: str, seconds: float = 5.0) -> None:
 
 
 def adopt_orphans() -> bool:
-    """Become the parent of all descendants that lose theirs; return False except on Linux."""
+    """Become the parent of all orphaned descendants. Only on Linux; elsewhere return False."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int) -> None:
-    """Tie this process to ``parent`` (its pid): it is killed when the parent ends, at once if it
-    has ended already. Only Linux can."""
+    """Have this process killed when ``parent`` (its pid) ends; immediately if that has already
+    ended. Only on Linux."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died between our start and the call above
+    if os.getppid() != parent:  # the parent died before the call above
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Text for people: numbers with their units, and what may be printed on a terminal."""
+"""Text for people: numbers with units, and safe terminal output."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from zero_trial.errors import ConfigError
 
-# ECMA-48: CSI sequences (colours, cursor), OSC and the other string sequences (titles, clipboard)
-# up to their terminator or the end of the line, and the short escapes. The one-byte forms are
-# U+0080 to U+009F.
+# ECMA-48: CSI sequences (colors, cursor), OSC and the other string sequences (titles, clipboard) up
+# to their terminator or the end of the line, and the short escapes. The one-byte forms are U+0080
+# to U+009F.
 _SEQUENCE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"
     r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"
@@ -24,21 +24,21 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def strip_control(text: str) -> str:
     """Remove terminal escape sequences and control characters, except newlines and tabs.
 
-    For every text that a trial, a file or a peer supplied: an escape sequence in it could move the
-    cursor, rename the window or fill the clipboard of the person who reads it. Lone surrogates
-    become ``?``, so that the text can be encoded.
+    Use for all text from a trial, a file or a peer: an escape sequence could move the cursor,
+    rename the window or fill the reader's clipboard. Unpaired surrogates become ``?``, so that the
+    text can be encoded.
     """
     plain = _CONTROL.sub("", _SEQUENCE.sub("", text))
     return plain.encode("utf-8", "replace").decode("utf-8")
 
 
 def shorten(text: str, most: int = 120) -> str:
-    """Return a text, or of a long one its begin and its end."""
+    """Return the text; shorten a long text to its beginning and end."""
     return text if len(text) <= most else f"{text[: most - most // 3 - 1]}…{text[-(most // 3) :]}"
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return the first ``most`` names, and how many more there are."""
+    """Return the first ``most`` names, and the number of further names."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -79,7 +79,7 @@ def format_number(value: float | None, digits: int = 4) -> str:
 
 
 def format_count(value: float) -> str:
-    """Format a count in three digits with its thousands: 667.6k, 1.2M."""
+    """Format a count with a thousands suffix: 667.6k, 1.2M."""
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{format_number(value / limit, 3 if abs(value) < 100 * limit else 4)}{letter}"
@@ -109,7 +109,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Format a configuration's value as one would write it in JSON."""
+    """Format a configuration value as in JSON."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, float):
@@ -122,8 +122,8 @@ def format_value(value: Any) -> str:
 
 
 def spell_nonfinite(value: Any) -> Any:
-    """Return a value of JSON with NaN and the infinities spelled as protobuf's JSON, and so
-    Determined, does: "NaN", "Infinity"."""
+    """Return a JSON value with NaN and infinities as strings, like protobuf's JSON and therefore
+    Determined: "NaN", "Infinity"."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -141,19 +141,19 @@ def format_clock(seconds: float) -> str:
 
 
 def format_metric(value: object) -> str:
-    """Format a metric's value in four significant digits, or as it is when it is not a number."""
+    """Format a metric with four significant digits; return other values as text."""
     return f"{value:.4g}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return ``Did you mean weight_decay?`` for the nearest of ``known``; None if none is near."""
+    """Return ``Did you mean weight_decay?`` with the closest of ``known``, or None."""
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return f"Did you mean {by_lower[close[0]]}?" if close else None
 
 
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Return one line per row, columns two blanks apart, those in ``right`` right-aligned."""
+    """Return one line per row, with columns two spaces apart; right-align columns in ``right``."""
     rows = [[strip_control(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     lines = []

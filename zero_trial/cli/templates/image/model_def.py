@@ -1,4 +1,4 @@
-"""A small convolutional network that reads letters, in fonts that it never saw."""
+"""A small convolutional network that recognizes letters in unseen fonts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ConvNet(nn.Module):
 
 
 class ImageTrial(ZeroTrial):
-    """Reports the loss and the share of letters that are read right, on held-out fonts."""
+    """Reports the loss and the fraction of correctly recognized letters, on held-out fonts."""
 
     def __init__(self, context: ZeroTrialContext) -> None:
         self.context, hp, data = context, context.get_hparams(), context.get_data_config()

@@ -1,4 +1,4 @@
-"""A byte-level language model on the text that const.yaml names."""
+"""A byte-level language model, trained on the text in const.yaml."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LanguageModel(nn.Module):
 
 
 class TextTrial(ZeroTrial):
-    """Reports nats per byte and bits per byte of files that it never saw."""
+    """Reports nats per byte and bits per byte on held-out files."""
 
     def __init__(self, context: ZeroTrialContext) -> None:
         self.context, hp, data = context, context.get_hparams(), context.get_data_config()

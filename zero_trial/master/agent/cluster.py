@@ -359,7 +359,7 @@ class ClusterManager:
         nodes = [folder / f"node-{rank}" for rank in range(entry.nodes)]
         if status.end is not None and self._engine.remote:
             for each in (folder, *nodes):
-                storage.look_anew(each)
+                storage.refresh_listing(each)
         if not entry.started and any(resources.lease_owner(node) is not None for node in nodes):
             reports.on_started(name, status.nodes)
             entry.started = True

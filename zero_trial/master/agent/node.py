@@ -144,7 +144,7 @@ def order_in(folder: Path, name: str) -> dict[str, Any]:
         return order
     found = storage.name_of(place := Path(kept["path"]))
     if found != kept["name"]:
-        storage.look_anew(place)
+        storage.refresh_listing(place)
         found = storage.name_of(place)
     if found != kept["name"]:
         raise MasterError(

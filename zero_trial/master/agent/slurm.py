@@ -181,8 +181,8 @@ _BUSY = re.compile(
     r"|timed out|Zero Bytes were transmitted|Connection refused|authentication|munge|error writing script",
     re.IGNORECASE,
 )
-"""What Slurm says where it cannot take a job now (slurm_errno.c), or not more of them at a time
-(QOSMaxSubmitJobPerUserLimit and its like, job_state_reason.c).
+"""Slurm's error messages when it cannot accept a job now (slurm_errno.c), or no more jobs at a time
+(QOSMaxSubmitJobPerUserLimit and similar, job_state_reason.c).
 """
 
 

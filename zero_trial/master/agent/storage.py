@@ -23,7 +23,7 @@ from zero_trial.errors import ConfigError
 from zero_trial.master.agent.resources import is_passing
 
 SHARED_FS = "determined_shared_fs"
-"""The harness's name for the place at which a container sees ``host_path``."""
+"""The harness's name for the container path of ``host_path``."""
 
 _NAME_FILE = ".zero_trial_storage"
 _SCRATCH_PREFIX = "zt-"
@@ -114,7 +114,7 @@ def _give_name(folder: Path) -> str:
     return name_of(folder)
 
 
-def look_anew(folder: Path) -> None:
+def refresh_listing(folder: Path) -> None:
     """Make files that other machines wrote into a folder visible on this machine.
 
     An NFS client caches that a name does not exist until the folder's cached attributes expire.

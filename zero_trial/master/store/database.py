@@ -233,7 +233,7 @@ INSERT INTO projects (id, workspace_id, name, key, owner) VALUES (1, 1, 'Uncateg
 
 
 LARGEST_WAL = 8 * 1024 * 1024
-"""Bytes to which SQLite cuts the -wal file when it begins it again: twice its usual size."""
+"""Bytes to which SQLite truncates the -wal file when it restarts it: twice its usual size."""
 
 _BUSY_SECONDS = 5.0  # how long a connection waits for another program's lock
 _FAULTS = {  # SQLite's message -> what happened, whether a disk is full, how to fix it

@@ -1,5 +1,5 @@
-"""Point-to-point channels between pipeline ranks: a value becomes a payload, its description and
-bytes, and a value again.
+"""Point-to-point channels between pipeline ranks: a value is sent as a description and bytes, and
+rebuilt by the receiver.
 
 Values are tensors of any dtype, None, booleans, numbers and strings, in tuples, lists, dicts and
 any other container that torch's pytree can describe.
@@ -42,12 +42,12 @@ from zero_trial.comm.waits import FIRST_MESSAGE_TAG
 from zero_trial.errors import MeshError, TrialError
 from zero_trial.pipeline.schedule import Action, ActionKind
 
-ALIGN = 16  # bytes; every dtype's view starts at a multiple
+ALIGN = 16  # bytes; alignment of each tensor, valid for a view of any dtype
 
 
 @dataclass
 class Payload:
-    """A value with its tensors in order; ``differentiable[i]``: tensor i needs a gradient."""
+    """A value and its tensors in order. If ``differentiable[i]``, tensor i needs a gradient."""
 
     value: Any
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -59,12 +59,12 @@ class Payload:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of a value, in the order of its description: dicts as they were filled."""
+    """Return the tensors of a value in the order of its description (dicts: insertion order)."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class WithLabel(NamedTuple):
-    """A layer's output and the label of its micro-batch, which are sent as one tuple."""
+    """A layer's output and the label of its micro-batch, sent as one tuple."""
 
     output: Any
     label: Any
@@ -92,9 +92,8 @@ def to_payload(value: Any) -> tuple[str, Payload]:
 
 
 def local_payload(value: Any) -> Payload:
-    """Return the payload that a rank receives when ``value`` is sent, without copying the tensors:
-    for two adjacent chunks of one rank. Raises TrialError for the same values as
-    :func:`to_payload`."""
+    """Return the payload that a receiver of ``value`` would get, without copying the tensors: for
+    two adjacent chunks on one rank. Raises TrialError for the same values as :func:`to_payload`."""
     _, payload = to_payload(value)
     payload.tensors = [tensor.detach() for tensor in payload.tensors]
     tensors = iter(payload.tensors)
@@ -103,7 +102,7 @@ def local_payload(value: Any) -> Payload:
 
 
 def _not_sent(value: Any, leaf: Any) -> TrialError:
-    """Return the error for a leaf of a value."""
+    """Return the error for a leaf that cannot be sent."""
     places = {"a layer's output": value}
     if isinstance(value, WithLabel):
         places = {"a layer's output": value.output, "the label, which is sent with the output": value.label}
@@ -142,7 +141,7 @@ def unpack(description: str, raw: torch.Tensor | None, device: torch.device) -> 
         if size == 0 or raw is None:
             tensor = torch.empty(shape, dtype=dtype, device=device)
         else:
-            # Not a view: autograd must let a layer change it in place.
+            # Not a view, so that autograd allows in-place changes by a layer.
             tensor = torch.empty(0, dtype=dtype, device=device)
             tensor.set_(raw.untyped_storage(), offset // dtype.itemsize, shape)  # type: ignore[call-overload]
         offset += size + -size % ALIGN
@@ -156,17 +155,17 @@ def unpack(description: str, raw: torch.Tensor | None, device: torch.device) -> 
 # --- messages -------------------------------------------------------------------------------------
 
 HEADER = 1024  # bytes
-_LENGTH = 8  # bytes of the header that are the length of the note
+_LENGTH = 8  # bytes of the header for the length of the note
 LINGER_SECONDS = 2.0
 
 
 def message_tags(channel: int, number: int) -> int:
-    """Return the tag of a channel's message, which no collective or other engine uses."""
+    """Return a tag for a channel's message that no collective or other engine uses."""
     return FIRST_MESSAGE_TAG + (number % 16 << 11) | channel & 0x7FF
 
 
 class PeerFailed(MeshError):
-    """Another pipeline rank failed in its part of the step; the text is its error."""
+    """Another pipeline rank failed in its part of the step; the message is that rank's error."""
 
 
 class SendChannel:
@@ -180,7 +179,7 @@ class SendChannel:
         self._under_way: deque[Message] = deque()
 
     def send(self, action: Action, value: object, samples: int) -> None:
-        """Start to send ``value``, whose tensors must not change until :meth:`finish`."""
+        """Start sending ``value``. Its tensors must not change until :meth:`finish`."""
         description, payload = to_payload(value)
         raw = pack(payload.tensors)
         size = raw.numel() if raw is not None else 0
@@ -191,7 +190,7 @@ class SendChannel:
             self._under_way.popleft()
 
     def fail(self, why: str) -> None:
-        """Send the error ``why`` in place of the message that the other rank waits for. Does not
+        """Send the error ``why`` instead of the message that the other rank waits for. Does not
         wait; :meth:`linger` waits briefly."""
         try:
             self._announce((why[:4000],), "failure")
@@ -209,7 +208,7 @@ class SendChannel:
         self._under_way.clear()
 
     def finish(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until all messages are sent."""
         while self._under_way:
             self._under_way.popleft().wait()
 
@@ -240,7 +239,7 @@ class ReceiveChannel:
         self._expected = 0
 
     def prepare(self, messages: int) -> None:
-        """Prepare for ``messages`` messages in this step; the first header is requested now."""
+        """Prepare for ``messages`` messages in this step; request the first header now."""
         self._expected = messages
         self._request_header()
 

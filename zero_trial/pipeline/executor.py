@@ -1,5 +1,5 @@
-"""Read the input of a pipeline step, and perform one rank's row of a schedule with it, action by
-action. The caller implements the sharding actions."""
+"""Read the input of a pipeline step, and perform one rank's row of a schedule on it. The caller
+implements the sharding actions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from zero_trial.util.failures import known_fault, user_frame
 
 # --- the input of a step --------------------------------------------------------------------------
 #
-# The first chunk's rank reads inputs. The last chunk's rank reads labels if it has an iterator of
-# its own, which must return the same batches; otherwise labels are sent through the pipeline. All
-# ranks exchange how many micro-batches and samples they got before anything runs, so that all see
-# the end of the data, or of one rank's data, and none hangs.
+# The first chunk's rank reads inputs. The last chunk's rank reads labels if it has its own
+# iterator, which must return the same batches; otherwise labels are sent through the pipeline.
+# Before anything runs, all ranks exchange their numbers of micro-batches and samples, so that all
+# ranks detect the end of any rank's data and none hangs.
 
 HAS_ITERATOR, GOT, SAMPLES, LEAST, MOST = range(5)
 
@@ -32,18 +32,18 @@ Read = Callable[[Any], tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class StepInput:
-    """This rank's input of a step, and the facts that all ranks have agreed on.
+    """This rank's input of a step, and the numbers that all ranks have exchanged.
 
     Args:
         inputs: by micro-batch, only on the first chunk's rank.
         labels: by micro-batch, only on ranks that use or send them.
-        samples: number of samples of each micro-batch, known where ``inputs`` are.
-        labels_travel: labels are sent through the pipeline with the activations.
+        samples: number of samples of each micro-batch, on ranks with ``inputs``.
+        labels_travel: whether labels are sent through the pipeline with the activations.
         micro_batches: number of micro-batches of the step, the same on all ranks.
         total: number of samples of all reading ranks together.
-        alike: all micro-batches of all ranks have the same number of samples.
-        lines: number of ranks that read inputs: data-parallel ones, and model-parallel ones, which
-            read the same.
+        alike: whether all micro-batches of all ranks have the same number of samples.
+        lines: number of ranks that read inputs: data-parallel ranks times model-parallel ranks
+            (which read the same inputs).
     """
 
     inputs: Sequence[Any] = ()
@@ -56,7 +56,7 @@ class StepInput:
     lines: int = 1
 
     def share(self, samples: int) -> float:
-        """Return a micro-batch's share of the samples that all lines read; shares add up to 1."""
+        """Return a micro-batch's fraction of the samples that all lines read. The sum is 1."""
         if self.alike:
             return 1.0 / (self.micro_batches * self.lines)
         return samples / self.total
@@ -65,8 +65,8 @@ class StepInput:
 def read_step(
     iterator: Iterator[Any] | None, wanted: int, mesh: Mesh, placement: ChunkPlacement, split: Read
 ) -> StepInput:
-    """Read at most ``wanted`` micro-batches, as many as every reading rank has. Collective over the
-    world.
+    """Read at most ``wanted`` micro-batches, the same number on every reading rank. Collective over
+    the world.
 
     Raises StopIteration on all ranks if no rank has data; DataError if one rank has fewer
     micro-batches than another, or if the first stage has no iterator.
@@ -112,7 +112,7 @@ def sample_count(value: Any) -> int:
 
 
 def _agreed(table: Sequence[Sequence[int]], stage_of: Sequence[int], first: int) -> int:
-    """Return the micro-batches that every reading rank has, or raise the table's error."""
+    """Return the common number of micro-batches. Raises StopIteration, or DataError."""
     without = [rank for rank, row in enumerate(table) if stage_of[rank] == first and not row[HAS_ITERATOR]]
     if without:
         raise DataError(
@@ -146,7 +146,7 @@ class ChunkSharding(Protocol):
     """Performs a schedule's sharding actions on the chunks of this rank."""
 
     def unshard(self, chunk: int) -> None:
-        """Start to unshard the chunk's parameters; ``need`` waits for them."""
+        """Start unsharding the chunk's parameters; ``need`` waits for them."""
 
     def need(self, chunk: int) -> None: ...
 
@@ -155,7 +155,7 @@ class ChunkSharding(Protocol):
     def backward_done(self, chunk: int) -> None: ...
 
     def reduce(self, chunk: int) -> None:
-        """Start to reduce the chunk's gradients, which are complete for the step or micro-batch."""
+        """Start reducing the chunk's gradients, which are complete for the step or micro-batch."""
 
     def tied_reduce(self, tie: int) -> None:
         """Sum the reduced gradients of a tied weight over all ranks that hold it."""
@@ -166,15 +166,15 @@ class LastStageResult:
     """Losses, samples and outputs by micro-batch on the last chunk's rank."""
 
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    weights: dict[int, torch.Tensor] = field(default_factory=dict)  # only if losses have some
+    weights: dict[int, torch.Tensor] = field(default_factory=dict)  # only if losses have weights
     samples: dict[int, int] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What a run computes. ``scale``: the factor on each micro-batch's share of the loss before its
-    backward, or on its whole loss if ``weight`` gives the loss a weight."""
+    """What a run computes. ``scale``: the factor for each micro-batch's share of the loss before
+    backward, or for the whole loss if ``weight`` is set."""
 
     training: bool = True
     loss: Loss | None = None  # None: no losses are computed
@@ -185,7 +185,7 @@ class StepOptions:
 
 class Executor:
     """Runs schedules on pipeline rank ``comm.index``. ``phase`` measures a phase of a micro-batch;
-    ``channel`` sets its messages apart from those of other engines of the process."""
+    ``channel`` separates its messages from those of other engines in the process."""
 
     def __init__(
         self,
@@ -223,8 +223,8 @@ class Executor:
         self._run: _Run
 
     def run(self, schedule: Schedule, batch: StepInput, options: StepOptions) -> LastStageResult:
-        """Perform the row. Afterwards gradients are being reduced, and messages may still be in
-        flight: :meth:`finish` waits for them.
+        """Perform the row. On return, reductions and messages may still be in flight:
+        :meth:`finish` waits for the messages.
 
         Raises TrialError if a layer raises (naming rank, micro-batch and action), PeerFailed if a
         layer of another rank raised, MeshError if a rank is lost.
@@ -346,7 +346,7 @@ class Executor:
     # --- faults -----------------------------------------------------------------------------------
 
     def _fail(self, error: Exception, stages: int, action: Action | None) -> NoReturn:
-        """Tell the other pipeline ranks why this one stops in ``action``, then raise."""
+        """Send the error in ``action`` to the other pipeline ranks, then raise it."""
         fault = error if isinstance(error, ZeroTrialError) else known_fault(error)
         if fault is None:
             world_rank = self.comm.ranks[self.comm.index]
@@ -362,7 +362,7 @@ class Executor:
 
 @dataclass
 class _Run:
-    """One run's values that wait for their action, by chunk and micro-batch or by the send."""
+    """Values of a run that wait for their action, by chunk and micro-batch or by send."""
 
     place: ChunkPlacement
     batch: StepInput

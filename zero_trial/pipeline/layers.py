@@ -1,5 +1,5 @@
-"""Layers of a pipeline: described first and built later, only where they are needed; joined into
-chunks; timed; and partitioned. Arguments are DeepSpeed's."""
+"""Layers of a pipeline: described first and built later, only on the ranks that need them; joined
+into chunks; timed; and partitioned. Arguments are the same as DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class TiedLayerSpec(LayerSpec):
     """A layer that shares weights with the other layers of its ``key``, which may be on other
     stages.
 
-    The first layer builds the module. Each calls ``forward_fn(module, input)``, or the module if
-    ``forward_fn`` is None. ``tied_weight_attr`` is the dotted name of the shared weights in the
+    The first layer builds the module. Each layer calls ``forward_fn(module, input)``, or the module
+    if ``forward_fn`` is None. ``tied_weight_attr`` is the dotted name of the shared weights in the
     module.
     """
 
@@ -79,8 +79,8 @@ class TiedLayerSpec(LayerSpec):
 
 
 def layer_facts(layer: Layer) -> LayerFacts:
-    """Return what partitioning needs to know about a layer. A spec is built on the meta device:
-    without memory, and without drawing random numbers."""
+    """Return the facts about a layer for partitioning. Builds a spec on the meta device, without
+    memory and random numbers."""
     if isinstance(layer, LayerSpec):
         return LayerFacts(layer.typename.__name__, _trainable(_build_on_meta(layer)))
     if isinstance(layer, nn.Module):
@@ -130,9 +130,9 @@ class LayerSeeds:
     """Layer i of the model is built after ``function(base + i)``, so that its initial weights do
     not depend on the partition.
 
-    Sets the random state of the whole process, like DeepSpeed's ``seed_layers``, and like it again
-    before each layer's forward: micro-batch n (1, 2, ... over all steps) of layer i runs after
-    ``function(n * base + i)``, so dropout does not depend on the partition either.
+    Like DeepSpeed's ``seed_layers``, sets the random state of the whole process, also before each
+    layer's forward: micro-batch n (1, 2, ... over all steps) of layer i runs after ``function(n *
+    base + i)``, so dropout does not depend on the partition either.
     """
 
     base: int = 1234
@@ -141,11 +141,11 @@ class LayerSeeds:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Groups of ``interval`` layers keep only their input and run again in backward:
+    """Groups of ``interval`` layers store only their input and are recomputed in backward:
     ``function(run, input)``.
 
-    Layers without parameters to train are not recomputed; ``classes`` limits it to layers of these
-    class names.
+    Layers without trainable parameters are not recomputed; ``classes`` restricts recomputation to
+    layers of these class names.
     """
 
     interval: int
@@ -160,13 +160,12 @@ class Recompute:
 
 
 class Chunk(nn.Module):
-    """Layers ``first`` to ``after - 1`` of ``layers``, one after the other; the others are not
-    built.
+    """Layers ``first`` to ``after - 1`` of ``layers``, in sequence; no others are built.
 
     Parameters have DeepSpeed's names: ``3.weight`` for layer 3 of the whole model,
-    ``tied_modules.KEY.weight`` for tied ones. The chunks of one rank share ``tied``, so that a
-    weight exists once. Tied modules of other ranks start with other values: the engine makes them
-    equal before training.
+    ``tied_modules.KEY.weight`` for tied ones. The chunks of one rank share ``tied``, so that each
+    weight exists only once. Tied modules on other ranks start with other values; the engine
+    synchronizes them before training.
     """
 
     def __init__(
@@ -183,16 +182,16 @@ class Chunk(nn.Module):
         self.first = first
         self.tied_modules = nn.ModuleDict() if tied is None else tied
         self._recompute: Recompute | None = None
-        self._micro_batch = 0  # number of the last forward, for the seeds
+        self._micro_batch = 0  # number of the last forward, for seeds
         self._forward_seeds = seeds if seeds_forward else None
         self._modules_of: list[nn.Module | None] = []
         self._calls = [self._add(layers[index], index, seeds) for index in range(first, after)]
 
     def forward(self, value: Any, micro_batch: int | None = None) -> Any:
-        """Run the layers one after the other, with values of any type between them.
+        """Run the layers in sequence, with values of any type between them.
 
-        ``micro_batch``: the number that determines the seeds of the forward; by default one more
-            than in the last call.
+        ``micro_batch``: the number that determines the seeds of the forward; default: that of the
+        last call plus 1.
         """
         self._micro_batch = self._micro_batch + 1 if micro_batch is None else micro_batch
         recompute, count = self._recompute, len(self._calls)
@@ -213,7 +212,7 @@ class Chunk(nn.Module):
         return self._recompute is not None and self._recompute.interval > 0
 
     def set_recompute(self, recompute: Recompute | None) -> None:
-        """Change what is recomputed from now on; None keeps all activations."""
+        """Set what to recompute from now on; None stores all activations."""
         self._recompute = recompute
 
     def _run(self, start: int, stop: int, micro_batch: int, value: Any) -> Any:
@@ -243,7 +242,7 @@ class Chunk(nn.Module):
         return call
 
 
-# --- profile: how long each layer takes, measured once with an example input ----------------------
+# --- profile: the time of each layer, measured once with an example input -------------------------
 
 ROUNDS = 3
 
@@ -251,11 +250,11 @@ ROUNDS = 3
 def layer_times(
     layers: Sequence[Layer], example: Any, seeds: LayerSeeds | None, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """Measure the seconds of each layer's forward and backward: rank 0's, the best of three rounds,
-    on every rank. Collective over the world.
+    """Measure each layer's forward and backward in seconds; return rank 0's best of three rounds on
+    every rank. Collective over the world.
 
-    Builds one layer after the other and keeps none; restores the random state. ``example``: the
-    first layer's input, or a function without arguments that returns it.
+    Builds one layer at a time and keeps none; restores the random state. ``example``: the first
+    layer's input, or a function without arguments that returns it.
     """
     if example is None:
         raise ConfigError(
@@ -288,7 +287,7 @@ def _measure(chunk: Chunk, value: Any, clock: Callable[[], float]) -> tuple[Any,
 
 
 def _as_leaf(leaf: Any) -> Any:
-    """Return a copy, so that a layer may change it in place."""
+    """Return a copy, so that a layer can change it in place."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     copy = leaf.detach().clone()
@@ -306,14 +305,14 @@ _WHERE = "PipelineModule partition_method"
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What partitioning knows about a layer: its class's name, and its trainable elements."""
+    """Facts about a layer for partitioning: class name, and number of trainable elements."""
 
     name: str
     elements: int
 
 
 def partition(method: str, layers: Sequence[LayerFacts], parts: int, times: Sequence[float] | None = None) -> list[int]:
-    """Return the boundaries by DeepSpeed's ``partition_method``, whose case is ignored.
+    """Return the boundaries by DeepSpeed's ``partition_method`` (case-insensitive).
 
     ``uniform`` counts layers, ``parameters`` trainable elements, ``type:REGEX`` the layers whose
     class name contains a match (case is ignored), ``profile`` the measured ``times`` of the layers
@@ -339,18 +338,18 @@ def partition(method: str, layers: Sequence[LayerFacts], parts: int, times: Sequ
 
 
 def uniform(layers: int, parts: int) -> list[int]:
-    """Put equally many layers into each part; the first parts get the rest."""
+    """Put the same number of layers into each part; the first parts get the remainder."""
     _check(layers, parts)
     size, more = divmod(layers, parts)
     return [index * size + min(index, more) for index in range(parts + 1)]
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """Return the cut without empty parts whose heaviest part is as light as possible; among such
-    cuts the most even one (least sum of squares).
+    """Return the partition without empty parts that minimizes the heaviest part; among those, the
+    most even one (least sum of squares).
 
-    Exact, by dynamic programming in O(parts x n^2): first the least heaviest part, then the most
-    even cut within it.
+    Exact, by dynamic programming in O(parts x n^2): first minimize the heaviest part, then find the
+    most even partition within that limit.
     """
     _check(len(weights), parts)
     wrong = next((weight for weight in weights if not 0 <= weight < inf), None)
@@ -362,10 +361,10 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
 
 
 def _cut(sums: Sequence[float], parts: int, *, limit: float, heaviest: bool) -> tuple[float, list[int]]:
-    """Return the best cut in parts of at most ``limit``, by its heaviest part or by its sum of
-    squares: its price and its boundaries."""
+    """Return cost and boundaries of the best partition into parts of at most ``limit``, by heaviest
+    part or by sum of squares."""
     count = len(sums) - 1
-    # best[n] is the cost of the first n layers in as many parts as rounds so far; back holds where
+    # best[n] is the cost of the first n layers in as many parts as rounds so far; back stores where
     # the last of these parts begins.
     best = [0.0] + [inf] * count
     back: list[list[int]] = []
@@ -375,7 +374,7 @@ def _cut(sums: Sequence[float], parts: int, *, limit: float, heaviest: bool) -> 
             for begin in range(end - 1, -1, -1):
                 weight = sums[end] - sums[begin]
                 if weight > limit:
-                    break  # more layers only add to it
+                    break  # more layers only increase the weight
                 price = max(best[begin], weight) if heaviest else best[begin] + weight * weight
                 if price < prices[end]:
                     prices[end], begins[end] = price, begin

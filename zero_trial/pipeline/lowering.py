@@ -1,5 +1,5 @@
-"""Lowering: from a schedule of computations to one with messages, sharding, reductions and the
-optimizer's step; and the policy that decides which sharding actions there are. Pure.
+"""Lowering: add messages, sharding, reductions and the optimizer's step to a schedule of
+computations; and the policy that selects the sharding actions. Pure.
 
     build("1f1b", 2, 2), rank 1   1F0 1B0 1F1 1B1
     lowered, parameters held      1UNSHARD 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
@@ -37,13 +37,12 @@ def lower(
     reduction: ReductionTiming = ReductionTiming.BOUNDARY,
     ties: Sequence[Sequence[int]] = (),
 ) -> Schedule:
-    """Return the schedule of computations with everything else that a step does; the order of
-    computations stays. A schedule without backwards gets neither reductions nor a step.
+    """Add all other actions of a step to a schedule of computations, without changing their order.
+    A schedule without backwards gets neither reductions nor a step.
 
-    Each weight that chunks on several ranks share (``ties``) gets the sum of its gradients there,
-    after each rank has reduced its own. Only the shard that a rank owns is summed, so it moves 1/D
-    of the weight. Ties come last in every row and in the same order, so that no two ranks wait for
-    each other.
+    For each weight that chunks on several ranks share (``ties``), sum the gradients of these ranks
+    after each rank has reduced its own. Only owned shards are summed, so this moves 1/D of the
+    weight. Ties are last in every row, in the same order, so that no two ranks wait for each other.
     """
     place, held = schedule.placement, tuple(tuple(tie) for tie in ties)
     lowered = replace(
@@ -75,12 +74,12 @@ def forwards_of(schedule: Schedule) -> Schedule:
 
 
 def _lowered_row(schedule: Schedule, rank: int, channels: Channels) -> Iterator[Action]:
-    """Yield a rank's computations with messages, gathers, frees and reductions.
+    """Yield a rank's computations, messages, gathers, frees and reductions.
 
     A gather is in flight while its rank waits for a message, and a result is sent before its rank
-    frees and reduces. Receives between two ranks follow the order of the sends: a message that was
-    sent before the needed one is received before it, and kept. So a channel needs no tags, and a
-    receive never waits for more than the computation after it does.
+    frees and reduces. Receives between two ranks follow the order of the sends: messages sent
+    before the needed one are received first and stored. So a channel needs no tags, and a receive
+    never waits for more than the next computation does.
     """
     place, row = schedule.placement, schedule.rows[rank]
     opens, closes = _lives(row, schedule.parameters)
@@ -106,10 +105,10 @@ def _lowered_row(schedule: Schedule, rank: int, channels: Channels) -> Iterator[
 
 
 def _lives(row: Row, parameters: ParameterLifetime | None) -> tuple[set[int], set[int]]:
-    """Return the computations of a row before which parameters are gathered, and those after which
-    they are freed.
+    """Return the indices of a row's computations before which parameters are gathered, and of those
+    after which they are freed.
 
-    A weight gradient counts as a computation that reads parameters, which is true for every way of
+    A weight gradient counts as a computation that reads parameters, as it does for every way of
     splitting a backward. Each gather moves the chunk's parameters x (D-1)/D elements per rank.
     """
     places = range(len(row))
@@ -125,16 +124,15 @@ def _lives(row: Row, parameters: ParameterLifetime | None) -> tuple[set[int], se
     return {0, *turns}, {*(index - 1 for index in turns), len(row) - 1}
 
 
-# --- policies: which sharding actions a ZeRO plan puts into a schedule, and what they move --------
+# --- policies: the sharding actions that a ZeRO plan adds to a schedule, and their traffic --------
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What a ZeRO plan shards and frees, as far as a schedule needs to know:
-    ``Sharding(*plan.cuts)``.
+    """The part of a ZeRO plan that a schedule needs: ``Sharding(*plan.cuts)``.
 
-    ``optimizer``: each rank updates a shard. ``gradients``: full ones are freed once they are
-    reduced. ``parameters``: full ones are freed between uses.
+    ``optimizer``: each rank updates a shard. ``gradients``: full gradients are freed after their
+    reduction. ``parameters``: full parameters are freed between uses.
     """
 
     optimizer: bool = False
@@ -144,9 +142,9 @@ class Sharding:
 
 @dataclass(frozen=True)
 class ZeroPolicy:
-    """``parameters`` is None where parameters are never freed.
+    """``parameters`` is None if parameters are never freed.
 
-    The volume is per step and rank, in the rank's parameters x (D-1)/D.
+    The volume is per step and rank, in units of the rank's parameters x (D-1)/D.
 
     | sharded | parameters | reduction | volume |
     |---|---|---|---|
@@ -164,7 +162,7 @@ class ZeroPolicy:
     reduction: ReductionTiming
 
     def volume(self, rank: RankReport, chunks: int) -> float:
-        """Return the elements that a rank with ``chunks`` alike chunks moves per step among its D
+        """Return the elements that a rank with ``chunks`` equal chunks moves per step among its D
         data-parallel ranks, as in the table."""
         if not self.sharding.optimizer:
             return 2 * rank.reductions / chunks
@@ -181,8 +179,8 @@ class ZeroPolicy:
 def choose(
     sharding: Sharding, parameters: ParameterLifetime | None = None, reduction: ReductionTiming | None = None
 ) -> ZeroPolicy:
-    """Return the policy for the arguments; what is None is chosen so that least is moved. Raises
-    ConfigError for what the plan cannot do."""
+    """Return the policy for the arguments; for None, choose the value with the least traffic.
+    Raises ConfigError if the plan does not support the arguments."""
     if not sharding.parameters and parameters is not None:
         raise ConfigError(
             "parameters are only freed at ZeRO stage 3",

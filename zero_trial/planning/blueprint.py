@@ -37,9 +37,9 @@ class Blueprint:
     """Copy ``model`` and ``options`` (optimizer, model_parameters, lr_scheduler) without values, so
     that the copy needs no memory.
 
-    The copy is made immediately, so later changes of the model (an engine shards it) do not
-    matter. ``device`` is the device of the training. Tensors that are neither parameters nor
-    buffers are copied with their values. Raises NotCopyable.
+    Copies immediately, so later changes of the model (such as sharding by an engine) do not matter.
+    ``device`` is the device of the training. Tensors that are neither parameters nor buffers are
+    copied with their values. Raises NotCopyable.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Blueprint:
         given = {"model": model, **(options or {})}
         if isinstance(given.get("model_parameters"), Iterator):
             raise NotCopyable("model_parameters can be read only once", fix="Give a list.")
-        PackedWeights(model)  # as the engine will do
+        PackedWeights(model)  # as the engine will
         self.parameters = sum(param.numel() for param in model.parameters())
         self.given = _copied(given, lambda tensor: torch.empty_like(tensor, device="meta"))
 
@@ -58,8 +58,8 @@ class Blueprint:
         return _copied(self.given, torch.empty_like)
 
     def model(self, *, fake: bool, device: torch.device) -> nn.Module:
-        """Return another copy of the model on ``device``: without values inside of a
-        FakeTensorMode (``fake``), else with small numbers that no layer turns into nan."""
+        """Return another copy of the model on ``device``: without values inside a FakeTensorMode
+        (``fake``), else with small values that do not become NaN in any layer."""
 
         def filled(tensor: torch.Tensor) -> torch.Tensor:
             made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -84,11 +84,11 @@ def _copied(given: Mapping[str, Any], like: Callable[[torch.Tensor], torch.Tenso
         raise NotCopyable(f"the model cannot be copied: {error}", where=type(model).__name__) from error
     for module in copied["model"].modules():
         if (state := getattr(module, "quant_state", None)) is not None:
-            module.weight.quant_state = state  # else bitsandbytes makes a Params4bit, and not of a fake one
+            module.weight.quant_state = state  # else bitsandbytes creates a Params4bit, which fails for a fake tensor
     return copied
 
 
-# torch imports its compiler to draw numbers for a tensor that has none
+# torch imports its compiler to draw numbers for a tensor without values
 _FILLS = frozenset({"normal_", "uniform_", "trunc_normal_", "zero_", "fill_"})
 
 
@@ -154,7 +154,7 @@ class _LoneAxis(AxisComm):
 
 
 def lone_mesh(shape: MeshShape) -> Mesh:
-    """Return rank 0's place in ``shape``; no process group is needed, and none is used."""
+    """Return rank 0's mesh of ``shape``, without a process group."""
     counters, heartbeat = CommCounters(), Heartbeat(None, 0, 1)
 
     def axis(name: str, size: int) -> AxisComm:

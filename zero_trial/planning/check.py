@@ -44,7 +44,7 @@ class CheckRequest:
 
     Args:
         path: the experiment's file.
-        changes: values over those of the file.
+        changes: values that override those of the file.
         points: maximum number of points of a search to check.
         build: whether the model definition is imported and built.
         dry_run: whether one batch is evaluated.
@@ -83,7 +83,7 @@ class CheckReport:
 def check_experiment(request: CheckRequest, env: Mapping[str, str]) -> CheckReport:
     """Read and resolve the experiment, and build its trial in a dry run.
 
-    Starts no ranks, and writes nothing itself.
+    Starts no ranks and writes no files itself.
 
     Faults of the experiment are not raised: the report contains all issues.
     """
@@ -138,7 +138,7 @@ class _ExperimentCheck:
         if self.request.build and entrypoint is not None and slots > 0:
             space, point = self.report.space, first.point if first is not None else None
             if point is None and space is not None and not experiment.names_ds_config():
-                point = space.points[0]  # the trial brings its own ds_config
+                point = space.points[0]  # the trial provides its own ds_config
             if point is not None:
                 self._dry_run(experiment, entrypoint, point, model_dir, slots)
 
@@ -165,7 +165,7 @@ class _ExperimentCheck:
 
     def _configs(self, experiment: ExperimentConfig, model_dir: Path, slots: int) -> Resolved | None:
         """Resolve the ds_config of every point and return the first that can be trained."""
-        for issue in _faults(self.issues):  # a range that is wrong cannot be sampled
+        for issue in _faults(self.issues):  # an invalid range cannot be sampled
             ranges = issue.area is Area.EXPERIMENT and "hyperparameters" in (issue.error.where or "")
             if ranges and 'nested key "type"' not in issue.error.what:
                 return None
@@ -191,7 +191,7 @@ class _ExperimentCheck:
         self, experiment: ExperimentConfig, entrypoint: Entrypoint, point: Point, model_dir: Path, slots: int
     ) -> None:
         """Build the trial, train one step, and evaluate one batch."""
-        # torch, and the user's code
+        # imports torch, and runs the user's code
         from zero_trial.planning.lone_task import DryRunRequest, too_large
         from zero_trial.planning.trial_dry_run import dry_run_trial
 
@@ -251,7 +251,7 @@ class Resolved:
 
 @dataclass(frozen=True)
 class ConfigChecks:
-    """``legal``: points that can be trained; ``pruned``: numbers of those that a search drops."""
+    """``legal``: points that can be trained; ``pruned``: numbers of points that a search skips."""
 
     issues: tuple[CheckIssue, ...]
     legal: tuple[Resolved, ...]
@@ -271,8 +271,8 @@ def resolve(experiment: ExperimentConfig, model_dir: Path, slots: int, point: Po
 def check_ds_configs(experiment: ExperimentConfig, model_dir: Path, slots: int, space: Space) -> ConfigChecks:
     """Check the ds_config of every point of ``space``. Reads files; starts nothing.
 
-    Errors are the same if only numbers in them differ. An invalid combination is a warning as long
-    as others can be trained.
+    Errors that differ only in numbers count as the same. An invalid combination is a warning if
+    other combinations can be trained.
     """
     found: dict[str, tuple[ZeroTrialError, Severity, list[Point]]] = {}
     legal: list[Resolved] = []
@@ -317,7 +317,7 @@ def _where_it_holds(points: list[Point], space: Space, invalid: bool) -> str:
 
 
 def first_legal(experiment: ExperimentConfig, model_dir: Path, slots: int) -> Resolved:
-    """Return the first point of the search that can be trained; of constants, the only one.
+    """Return the first point of the search that can be trained; without ranges, the only point.
 
     Raises ConfigError with the faults if there is none.
     """
@@ -335,7 +335,7 @@ def first_legal(experiment: ExperimentConfig, model_dir: Path, slots: int) -> Re
 
 
 def render_check(report: CheckReport) -> list[str]:
-    """Return a line on what was checked, then one block per issue, faults first."""
+    """Return a line about the checked areas, then one block per issue, faults first."""
     bad = {issue.area for issue in report.faults}
     answer = dict.fromkeys((Area.EXPERIMENT, Area.ENTRYPOINT, Area.DS_CONFIG), " ok") | dict.fromkeys(bad, " wrong")
     done = [f"{says}{answer.get(area, '')}" for area, says in report.looked.items() if area is not Area.SPACE]
@@ -351,7 +351,7 @@ def render_check(report: CheckReport) -> list[str]:
 
 
 def check_as_json(report: CheckReport) -> dict[str, Any]:
-    """Return the report for programs: issues, ``looked`` by area, and points of a search."""
+    """Return the report as JSON data: issues, ``looked`` by area, and points of a search."""
     found: dict[str, Any] = {
         "ok": not report.faults,
         "exit_code": report.exit_code,

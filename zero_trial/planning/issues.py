@@ -1,5 +1,5 @@
-"""Issues of a check: severity, area, place, and the points of the search that they hold for; and
-those of this machine: its GPUs, cores and disks."""
+"""Issues of a check: severity, area, location, and affected points of the search; and checks of
+this machine: its GPUs, cores and disks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _FILE = re.compile(r"(?P<file>\S+?\.(?:ya?ml|json|hjson|py|sh|txt))(?::(?P<line>
 
 
 class Severity(Enum):
-    """What an issue means for the run; the values are printed."""
+    """The effect of an issue on the run; the values are printed."""
 
-    FAULT = "error"  # the run would not start, or end in an error
+    FAULT = "error"  # the run would not start, or would fail
     WARNING = "warn"  # the run does something that is probably not intended
     NOTE = "note"  # what was not checked, and why
 
@@ -54,8 +54,7 @@ class CheckIssue:
     """One issue.
 
     Args:
-        points: numbers of the points of the search at which it occurs; empty if it occurs at all
-            points.
+        points: numbers of the affected points of the search; empty if all are affected.
         at: the same as readable text.
     """
 
@@ -67,11 +66,11 @@ class CheckIssue:
 
     @property
     def text(self) -> str:
-        """Return the message for people."""
+        """Return the message as text."""
         return f"{self.error.describe()} ({self.at})" if self.at else self.error.describe()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the parts for programs."""
+        """Return the fields as JSON data."""
         (file, line, key), error = split_where(self.error.where), self.error
         return {
             "severity": self.severity.value,
@@ -89,7 +88,7 @@ class CheckIssue:
 
 
 def issues_of(area: Area, error: ZeroTrialError, severity: Severity = Severity.FAULT) -> list[CheckIssue]:
-    """Return one issue per fault that ``error`` holds."""
+    """Return one issue per fault in ``error``."""
     return [CheckIssue(area, severity, fault) for fault in flat([error])]
 
 
@@ -111,10 +110,10 @@ def _shown(value: Any) -> str | None:
 
 
 def check_machine(slots: int, where: str, devices: HostDevices, config: DsConfig | None) -> list[CheckIssue]:
-    """Return issues of ``slots`` ranks (named at ``where``) of ``config`` on ``devices``. Pure.
+    """Return issues of ``slots`` ranks (set at ``where``) of ``config`` on ``devices``. Pure.
 
-    More ranks than GPUs is a fault, as ``zero-trial run`` would refuse it; more ranks than cores
-    works, slowly.
+    More ranks than GPUs is a fault, because ``zero-trial run`` raises an error; more ranks than
+    cores works, but slowly.
     """
     found: list[CheckIssue] = []
     try:

@@ -35,13 +35,13 @@ class _Storage:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts new storages while it is entered; a counted storage counts until it is freed, even
-    after exit.
+    """Counts storages that are created while the mode is active; each counts until it is freed,
+    even after exit.
 
     ``live``: current bytes, ``peak``: maximum since :meth:`restart`. Views of one storage count
-    once; a resized storage counts with its new size immediately. Not counted: memory outside of
-    tensors (libraries, workspace of kernels, allocator caches), and tensors over memory that no
-    operation allocated (shared memory, files) unless they are passed to :meth:`hold`.
+    once; a resized storage counts with its new size immediately. Does not count memory outside
+    tensors (libraries, kernel workspaces, allocator caches), and tensors whose memory no operation
+    allocated (shared memory, files) unless passed to :meth:`hold`.
 
     Args:
         only: the type of the device whose memory counts; None for all devices.
@@ -60,7 +60,7 @@ class LiveBytes(TorchDispatchMode):
         self.saved_peak = 0
 
     def __enter__(self) -> LiveBytes:
-        """Start to count. No operation resizes a storage, so resizes are watched separately."""
+        """Start counting. Patches resize_, because resizing a storage is not dispatched."""
         self._resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = self._resized(self._resize)  # type: ignore[assignment, method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -81,13 +81,13 @@ class LiveBytes(TorchDispatchMode):
         return watched
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that were made before, or elsewhere."""
+        """Also count tensors that were created earlier or elsewhere."""
         for tensor in tensors:
             self._see(tensor)
         self.peak = max(self.peak, self.live)
 
     def follow(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Check ``tensors()`` again at every operation: their storages change without one."""
+        """Check ``tensors()`` at every operation, because their storages change without one."""
         self._followed = tensors
         self.hold(tensors())
 
@@ -120,7 +120,7 @@ class LiveBytes(TorchDispatchMode):
         if func is _ATEN._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _fake_number(args[0])
         out = func(*args, **(kwargs or {}))
-        if func in _VIEWS or func is _DEVICE:  # most of all operations, and no memory
+        if func in _VIEWS or func is _DEVICE:  # most operations, and they allocate no memory
             return out
         given: set[int] | None = None  # storages of the arguments, some of which are not counted
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_flatten(out)[0]:

@@ -60,8 +60,8 @@ from zero_trial.util.failures import known_fault
 from zero_trial.util.memory import machine_memory
 
 CPU = torch.device("cpu")
-MOST_VALUES = 100_000_000  # parameters that are trained unasked
-_BYTES = 24  # per parameter, of the states and the activations of a little work
+MOST_VALUES = 100_000_000  # parameters that a check trains without being asked
+_BYTES = 24  # per parameter, for states and activations of a small batch
 
 
 class _ValuelessEngine:
@@ -81,7 +81,7 @@ class _ValuelessEngine:
 
     @contextlib.contextmanager
     def running(self, traced: TracedEngine) -> Iterator[None]:
-        """Pass calls to ``traced`` inside."""
+        """Forward calls to ``traced`` inside the block."""
         self._traced, self.device = traced, traced.device
         try:
             yield
@@ -93,8 +93,8 @@ def check_initialize(ranks: int, most_values: float = MOST_VALUES) -> Callable[.
     """Return the replacement of ``zero_trial.initialize`` in a check of a run of ``ranks`` ranks.
 
     Its engines compute on the CPU, in the precision of ds_config. Collectives move nothing, so the
-    engine holds the shards of all ranks, which it treats as replicas. A model of more than
-    ``most_values`` parameters, or one that does not fit here, gets no values.
+    engine holds the shards of all ranks, which it treats as replicas. A model with more than
+    ``most_values`` parameters, or too large for this machine, gets no values.
     """
 
     def engine(model: nn.Module, settings: DsConfig, options: dict[str, Any], data: dict[str, Any]) -> Any:
@@ -119,8 +119,8 @@ def _initializer(
 ) -> Callable[..., tuple[Any, Any, Any, Any]]:
     """Return a function with the arguments of ``zero_trial.initialize`` that calls ``make_engine``.
 
-    ``make_engine`` gets the model, the ds_config, what the engine is made from, and what its data
-    loader and its first values are made from.
+    ``make_engine`` gets the model, the ds_config, the options of the engine, and the options of its
+    data loader and initial weights.
     """
 
     def initialize(**given: Any) -> tuple[Any, Any, Any, Any]:
@@ -129,7 +129,7 @@ def _initializer(
         model, settings = read_settings(get("args"), model, get("config"), get("config_params"))
         training_data = given_once(training_data=get("training_data"), dataset=get("dataset"))
         options = {name: get(name) for name in ("optimizer", "model_parameters", "lr_scheduler")}
-        # a generator of parameters could be read only once
+        # a generator of parameters can be read only once
         options = {
             name: list(value) if hasattr(value, "__next__") else value
             for name, value in options.items()
@@ -138,7 +138,7 @@ def _initializer(
         data = {"training_data": training_data, "collate_fn": get("collate_fn")}
         if get("weights") is not None:
             data["weights"] = (get("weights"), get("weights_prefix", ""))
-        with CPU:  # a model may be built on another device, and the engine's own tensors are here
+        with CPU:  # the model may be on another device, but the engine's own tensors are on the CPU
             engine = make_engine(model, _without_writers(settings), options, data)
         return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -147,7 +147,7 @@ def _initializer(
 
 def _without_writers(settings: DsConfig) -> DsConfig:
     """Return the settings without writers. Raises ConfigError for a missing package."""
-    build_writers(settings, rank=1)  # looks for the packages and opens nothing
+    build_writers(settings, rank=1)  # checks for the packages and opens nothing
     names = (*MONITORS, "flops_profiler")
     return replace(settings, **{name: replace(getattr(settings, name), enabled=False) for name in names})
 
@@ -162,7 +162,7 @@ def _rank_0(
 ) -> Any:
     """Build the engine of rank 0: on the CPU with the shards of all ranks, on META without values.
 
-    A pipeline's is that of all layers on the ranks that share one stage of ``settings``.
+    For a pipeline: one engine of all layers, on the ranks that share a stage of ``settings``.
     """
     if isinstance(model, PipelineModule):
         ranks //= settings.mesh.pipe
@@ -197,9 +197,9 @@ def _with_own_files(settings: DsConfig) -> DsConfig:
 
 
 def whole_pipelines(most_values: float) -> AbstractContextManager[None]:
-    """Inside, a PipelineModule that names its stages builds all layers at once, as it builds its
-    own on a rank: code for DeepSpeed gives their parameters to ``initialize``. One of more than
-    ``most_values`` parameters builds them without values."""
+    """Inside the block, a PipelineModule with a number of stages builds all layers immediately,
+    because code for DeepSpeed passes their parameters to ``initialize``. Above ``most_values``
+    parameters, layers have no values."""
 
     def build(module: PipelineModule, placement: ChunkPlacement) -> None:
         with META if module.total_parameters > most_values else nullcontext():
@@ -210,10 +210,10 @@ def whole_pipelines(most_values: float) -> AbstractContextManager[None]:
 
 
 class TrialEngines:
-    """The engines of a trial that is planned, made by :attr:`initialize`.
+    """The engines of a planned trial, created by :attr:`initialize`.
 
-    Several engines (a GAN) are planned together. A pipeline is planned by
-    :class:`zero_trial.planning.planner.PipelinePlanner`, from ``pipeline``: its module and
+    Plans several engines (a GAN) together. For a pipeline,
+    :class:`zero_trial.planning.planner.PipelinePlanner` uses ``pipeline``: its module and
     ds_config.
     """
 
@@ -272,7 +272,7 @@ class TrialEngines:
 class DryRunRequest:
     """What to run: one point of an experiment on ``slots`` ranks.
 
-    ``dry_run``: train and evaluate also where that is much work.
+    ``dry_run``: train and evaluate even if that is expensive.
     """
 
     experiment: ExperimentConfig
@@ -295,10 +295,10 @@ class DryRunRequest:
 
 
 class LoneTask:
-    """The task around a trial that is built in this process: rank 0 of ranks that do not exist.
+    """The task around a trial that is built in this process: rank 0 without other ranks.
 
     Attributes:
-        ranks: the exchange between ranks; every rank has rank 0's values.
+        ranks: replaces the exchange between ranks; every rank has rank 0's values.
         events: the events that the trial has emitted.
     """
 
@@ -332,15 +332,15 @@ class LoneTask:
         return self._contexts[-1]
 
     def close(self) -> None:
-        """Close what contexts have opened in the folder, which is removed next."""
+        """Close files that contexts have opened in the folder, which is removed next."""
         for context in self._contexts:
             context.tensorboard.close()
 
 
 @contextlib.contextmanager
 def lone_task(request: DryRunRequest, initialize: EngineFactory, most_values: float = 0.0) -> Iterator[LoneTask]:
-    """Yield what a trial is built with; inside, its engines come from ``initialize``, and pipelines
-    of at most ``most_values`` parameters have values.
+    """Yield the task for building a trial. Inside the block, ``initialize`` creates engines, and
+    pipelines of at most ``most_values`` parameters have values.
 
     The trial's output goes to stderr. Afterwards its modules are unloaded and its files are
     deleted.
@@ -377,7 +377,7 @@ def trial_code_error(error: BaseException, model_dir: Path, doing: str) -> ZeroT
     ]
     where = f"{Path(own[-1].filename).resolve().relative_to(root)}:{own[-1].lineno}" if own else None
     if not own and isinstance(error, RuntimeError):
-        return TrialError(str(error))  # ours, about what the trial did: Determined raises the same
+        return TrialError(str(error))  # our own error about the trial's behavior: Determined raises the same
     line = f" in: {own[-1].line}" if own and own[-1].line else ""
     text = str(error).strip()
     return TrialCodeError(f"{doing} raised {type(error).__name__}{f': {text}' if text else ''}{line}", where=where)
@@ -396,7 +396,7 @@ def raised_by_trial(model_dir: Path, doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _model_folder(folder: Path) -> Iterator[None]:
-    """Run in the model's folder, as ranks do, so that the trial finds its files.
+    """Change to the model folder, as ranks do, so that the trial finds its files.
 
     Afterwards, unload modules imported from it: the next trial may have modules of the same names.
     """
@@ -421,8 +421,8 @@ class PlannedMachine:
     """The machine to plan for.
 
     ``limit``: bytes per rank, None if unknown. ``elsewhere``: this machine has neither the GPUs nor
-    room for the model. ``sharers``: number of ranks whose processes share the limit with their
-    tensors; 0 if the limit is for tensors only.
+    enough memory for the model. ``sharers``: number of ranks whose processes share the limit with
+    their tensors; 0 if the limit is for tensors only.
     """
 
     device: str
@@ -443,7 +443,7 @@ def trial_planner(
     with lone_task(request, engines.initialize) as task:
         with raised_by_trial(request.model_dir, "building the trial"):
             kind = task.import_class()
-            # before the model is: with what the trial's module imports, and without tensors
+            # measured before the model is built: with the trial's imports, without tensors
             processes = rank_processes(own_process(), machine.sharers) if machine.sharers else 0
             context = task.seeded_context()
             with ModulesOnMeta() if machine.elsewhere else nullcontext():
@@ -475,10 +475,10 @@ def this_machine(ranks_here: int, *, one_host: bool = True) -> PlannedMachine:
 
 
 def too_large(request: DryRunRequest, parameters: int) -> DoesNotFit | None:
-    """Return the error of ``zero-trial plan`` for a trial that does not fit in this machine.
+    """Return the error of ``zero-trial plan`` for a trial that does not fit on this machine.
 
-    A trial whose states cannot take half of a rank's memory is not planned: that takes longer than
-    a check.
+    Does not plan a trial whose states cannot fill half of a rank's memory, because planning takes
+    longer than a check.
     """
     machine = this_machine(request.slots)
     if machine.limit is None or _STATE_BYTES * parameters < machine.limit // 2:

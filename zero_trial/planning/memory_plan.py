@@ -1,4 +1,4 @@
-"""What one rank needs in memory, by kind, as a table and as a line. Pure.
+"""The memory of one rank, by kind, as a table and as a line. Pure.
 
     states        outlives a step: parameters (low precision and fp32 masters), gradients, optimizer
                   state
@@ -71,14 +71,14 @@ class Figures:
         return Figures(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain numbers for JSON, with those that follow from the others."""
+        """Return plain numbers for JSON, including derived ones."""
         return {**asdict(self), "states": self.states, "temporary": self.temporary, "total": self.total}
 
 
 class Plan:
-    """A plan of a model or pipeline: bytes of the rank that needs most, and whether they fit."""
+    """A plan of a model or pipeline: bytes of the rank with the most, and whether they fit."""
 
-    processes: int  # what a rank's processes take in addition to tensors, where the limit is theirs, too
+    processes: int  # memory of a rank's processes in addition to tensors, if the limit includes them
     who = "rank 0"
 
     @property
@@ -119,7 +119,7 @@ class MemoryPlan(Plan):
     parameter_count: int
     # the tensors of the micro-batch: "fake tensors", ON_CPU, "real tensors", or "none" without one
     how: str
-    processes: int = 0  # what a rank's processes take beside tensors, where the limit is theirs, too
+    processes: int = 0  # memory of a rank's processes in addition to tensors, if the limit includes them
 
     @property
     def most(self) -> Figures:
@@ -179,7 +179,7 @@ class MemoryPlan(Plan):
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One pipeline rank: its layers, its most micro-batches in flight, and bytes."""
+    """One pipeline rank: its layers, its maximum of micro-batches in flight, and bytes."""
 
     rank: int
     layers: str
@@ -201,11 +201,11 @@ class PipelinePlan(Plan):
     parameter_count: int
     price: str  # schedule and policy in a line
     bubble: float = 0.0  # fraction of a step in which a rank waits for others, if all layers are equal
-    processes: int = 0  # what a rank's processes take beside tensors, where the limit is theirs, too
+    processes: int = 0  # memory of a rank's processes in addition to tensors, if the limit includes them
 
     @property
     def largest(self) -> StagePlan:
-        """Return the pipeline rank that needs most."""
+        """Return the pipeline rank that needs the most memory."""
         return max(self.stages, key=lambda stage: stage.figures.total)
 
     @property
@@ -274,7 +274,7 @@ P = TypeVar("P", MemoryPlan, PipelinePlan)
 
 @dataclass(frozen=True)
 class Candidate(Generic[P]):
-    """One row of a comparison: a plan, or why there is none."""
+    """One row of a comparison: a plan, or the reason why there is none."""
 
     name: str
     plan: P | None
@@ -298,7 +298,7 @@ def rank_processes(own: int, ranks_here: int, command: int = _COMMAND) -> int:
         own: :func:`own_process` of a process that has imported torch, the engine and the trial's
             module, as each rank has; what a rank loads and leaves in its heap later takes about as
             much again.
-        command: of the process that starts the ranks.
+        command: bytes of the process that starts the ranks.
     """
     return 2 * own + _EACH_RANK + (command + _COMPILER) // max(ranks_here, 1)
 

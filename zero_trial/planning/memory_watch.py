@@ -6,11 +6,11 @@ compare the two.
     step 2   every operation of this rank is watched, from the first forward until the optimizer has
              stepped
 
-These are the first two steps of this process: a run that was resumed is measured again.
+These are the first two steps of this process; a resumed run is measured again.
 
 Both count bytes of live tensors at their peak. Neither changes a value or a random state of the
-run. A plan does not see a loss that is computed outside of the model: ``planning.planner.loss_in``
-uses a loss of the same size instead.
+run. A plan does not include a loss computed outside the model: ``planning.planner.loss_in`` uses a
+loss of the same size instead.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Factory = Callable[..., tuple[Any, Any, Any, Any]]
 
 
 class MemoryWatch:
-    """Bytes of rank 0's live tensors, planned for the first engine that ``around``
-    makes and measured in the second step of that engine. Where ranks compute on the CPU, their
-    processes count in whether the plan fits, and in nothing else.
+    """Bytes of rank 0's live tensors, planned for the first engine that ``around`` creates and
+    measured in that engine's second step. If ranks compute on the CPU, their processes affect only
+    whether the plan fits.
 
     Args:
-        emit: gets one ``plan`` event, or a ``note`` with the reason why there is no plan, and one
-            ``memory`` event.
-        ranks_here: ranks on this host, which share its memory.
+        emit: called with one ``plan`` event, or a ``note`` with the reason why there is no plan,
+            and one ``memory`` event.
+        ranks_here: the number of ranks on this host, which share its memory.
     """
 
     def __init__(self, emit: Callable[[dict[str, Any]], None], ranks_here: int = 1) -> None:
@@ -54,11 +54,11 @@ class MemoryWatch:
         self.measured: int | None = None  # bytes
         self._emit = emit
         self._ranks_here = ranks_here
-        self._process = own_process()  # before there are tensors
+        self._process = own_process()  # measured before there are tensors
         self._blueprint: Blueprint | None = None
         self._engine: Engine | None = None
         self._live: LiveBytes | None = None
-        self._first_step: int | None = None  # the engine's count when this process began to train
+        self._first_step: int | None = None  # the engine's step count when this process began to train
         self._handles: list[Any] = []
 
     def around(self, initialize: Factory) -> Factory:
@@ -108,7 +108,7 @@ class MemoryWatch:
         device = accelerator() or "cpu"
         try:
             self._blueprint = Blueprint(kwargs["model"], options, device)
-        except Exception as error:  # of the user's classes: the run continues without a plan
+        except Exception as error:  # from the user's classes: the run continues without a plan
             self._give_up(str(error))
 
     def _watch(self, engine: Engine) -> None:
@@ -130,8 +130,8 @@ class MemoryWatch:
             self._start(engine, (args, kwargs))
 
     def _make_plan(self, blueprint: Blueprint, engine: Engine, args: Any, kwargs: Any) -> None:
-        # Loaded by the first micro-batch of rank 0 alone: nothing before it, and no other rank,
-        # needs the planner.
+        # Imported at rank 0's first micro-batch, because only then, and only rank 0, needs the
+        # planner.
         from zero_trial.planning.planner import Planner, loss_in, model_subject
         from zero_trial.planning.state_bytes import TrainedModel
 

@@ -1,9 +1,9 @@
 """One forward and backward pass of the plain model without values, and the tensor memory between
-the moments at which an engine gathers, frees or reduces something.
+the moments at which an engine gathers, frees or reduces.
 
 The pass has neither ranks nor sharding: parameters do not count, and a gradient counts until its
-hook is called. So one trace is valid for every ZeRO stage: :func:`play` adds the memory of the
-engine at each moment.
+hook is called. So a single trace is valid for all ZeRO stages: :func:`play` adds the engine's
+memory at each moment.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class At(Enum):
     """A moment of a pass."""
 
     START = auto()
-    FORWARD = auto()  # a block is used, also when it is computed again in backward
+    FORWARD = auto()  # a block starts, also for recomputation in backward
     AFTER = auto()  # its forward is over
     REACHED = auto()  # a gradient has reached an output of the block
     LEFT = auto()  # a gradient has reached an input of the block
@@ -62,8 +62,8 @@ class At(Enum):
 
 @dataclass
 class Moment:
-    """``live``: bytes at this moment; ``peak``: the most until the next one. ``name``: of a block's
-    module or a parameter of engine ``engine``."""
+    """``live``: bytes at this moment; ``peak``: maximum until the next moment. ``name``: of a
+    block's module or a parameter of engine ``engine``."""
 
     at: At
     engine: int
@@ -74,12 +74,12 @@ class Moment:
 
 @dataclass(frozen=True)
 class PassTrace:
-    """The moments of one call of a training function; ``how``: on which kind of tensors."""
+    """The moments of one call of a training function; ``how``: the kind of tensors."""
 
     moments: tuple[Moment, ...]
     activations: int
     how: str
-    host: int = 0  # bytes of activations that wait in the host's memory, at most
+    host: int = 0  # maximum bytes of activations in host memory
 
 
 @dataclass
@@ -94,14 +94,14 @@ class _Recorder:
         self.moments.append(Moment(at, engine, name, self.live.live))
 
     def end(self) -> None:
-        """End what the last moment has begun."""
+        """End the last moment."""
         self.saved = max(self.saved, self.live.saved_peak)
         if self.moments:
             self.moments[-1].peak = self.live.peak
 
 
 class TracedEngine:
-    """The plain model behind the calls of an engine that training code makes."""
+    """Runs the plain model for training code that calls an engine."""
 
     def __init__(
         self, number: int, module: nn.Module, states: PlannedStates, device: torch.device, recorder: _Recorder
@@ -162,7 +162,7 @@ class TracedEngine:
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
-            return  # recomputation: its gradients follow immediately
+            return  # recomputation: gradients follow immediately
         self._note(At.AFTER, name=name)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
@@ -170,19 +170,19 @@ class TracedEngine:
 
     def _gradient(self, name: str, param: torch.Tensor) -> None:
         self._note(At.GRADIENT, name=name)
-        param.grad = None  # an engine moves it into its buffer
+        param.grad = None  # an engine moves the gradient into its buffer
 
 
 class _NoCopy(Copy):
     def __init__(self) -> None:
-        """Return True: the work is always complete."""
+        """Create work that is already complete."""
 
     def order(self) -> None:
         """Return immediately."""
 
 
 class PlannedInputs(HostInputs):
-    """Counts the host's bytes, and copies nothing."""
+    """Counts bytes in host memory, and copies nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,12 +210,12 @@ Train = Callable[[Sequence[TracedEngine], Sequence[Any]], None]
 engine."""
 
 
-MOST_REAL = 1_000_000_000  # parameters of a model that is run with real numbers
+MOST_REAL = 1_000_000_000  # maximum parameters of a model that runs with real values
 
 
 def without_ranks(device: torch.device, parameters: int, run: Callable[[bool, torch.device, str], Result]) -> Result:
-    """Return ``run(fake, place, how)``: without values, or with real numbers if the model reads
-    values.
+    """Return ``run(fake, place, how)``: without values, or with real values if the model reads
+    them.
 
     Keeps torch's random state. Raises TrialError for exceptions of the user's code.
     """
@@ -227,12 +227,12 @@ def without_ranks(device: torch.device, parameters: int, run: Callable[[bool, to
         mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
         try:
             with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), mode:
-                # fake tensors have no addresses, and torch warns who asks for one
+                # fake tensors have no addresses, and torch warns if one is read
                 warnings.simplefilter("ignore")
                 with nullcontext() if here else _GpuAttention():
                     return run(fake, place, how)
         except ZeroTrialError:
-            raise  # a config that cannot be used, on any tensors
+            raise  # an invalid config, independent of the tensors
         except Exception as error:
             faults.append(error)
     last = faults[-1]
@@ -286,7 +286,7 @@ def without_values(value: Any, place: torch.device) -> Any:
 
 
 def give_dtypes(module: nn.Module, given: nn.Module, policy: DtypePolicy) -> None:
-    """Give parameters and buffers the dtypes that an engine gives those of ``given``, of which
+    """Set parameters and buffers to the dtypes that an engine would use for ``given``, of which
     ``module`` is a copy: fake tensors have lost their class."""
     exact, living = exact_buffers(module, policy), LivingDtypes(module, policy)
     living.cast_at_borders()
@@ -298,8 +298,8 @@ def give_dtypes(module: nn.Module, given: nn.Module, policy: DtypePolicy) -> Non
 
 
 def _run_backward(root: torch.Tensor, gradient: torch.Tensor | None = None, *, retain_graph: bool = False) -> None:
-    """Run a backward pass as ``root.backward()`` does, inside of a TorchFunctionMode: torch leaves
-    the mode for a call that it has shown."""
+    """Run backward like ``root.backward()``, but inside the TorchFunctionMode: torch disables the
+    mode during a call that it intercepts."""
     gradient = torch.ones_like(root) if gradient is None else gradient
     _engine_run_backward((root,), (gradient,), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
 
@@ -308,24 +308,24 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class _GpuAttention(TorchFunctionMode):
-    """Selects the attention kernel that stores no scores, as a GPU does (Dao et al. 2022)."""
+    """Selects the attention kernel that stores no scores, as on a GPU (Dao et al. 2022)."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:
-            with self:  # a checkpointed layer calls attention again there
+            with self:  # a checkpointed layer calls attention again in backward
                 return _run_backward(*args, retain_graph=bool(kwargs.get("retain_graph")))
         if func is F.scaled_dot_product_attention:
             args, kwargs = (), {**dict(zip(_ATTENTION, args, strict=False)), **kwargs, "dropout_p": 0.0}
         return func(*args, **kwargs)
 
 
-# --- a trace played with what the engine holds ---
+# --- replay a trace with the engine's memory ---
 #
-# The most bytes that a rank holds in a training step: a trace of the plain model, played with what
-# the engine gathers, frees and reduces at each moment.
+# The peak memory of a rank in a training step: a trace of the plain model, replayed with the
+# engine's gathers, frees and reductions at each moment.
 #
 #     forward, reached   the block's parameters are gathered, and those of the next are prefetched
 #     left               the block's frozen parameters are freed
@@ -336,13 +336,13 @@ class _GpuAttention(TorchFunctionMode):
 #
 # The engine's own Unsharder decides when to gather and free, with groups without memory.
 
-STEPS = 2  # the second is measured: from then on the order of uses is known, and so what is prefetched
-_CASTS = 1 << 26  # elements whose gradients are cast at one time for an update
+STEPS = 2  # the second is measured: then the order of uses, and so the prefetching, is known
+_CASTS = 1 << 26  # elements whose gradients are cast together for an update
 
 
 @dataclass
 class _Held:
-    """Bytes that the engines hold now, without states and traced tensors, and the peak."""
+    """Current and peak bytes of the engines, without states and traced tensors."""
 
     now: int = 0
     most: int = 0
@@ -354,8 +354,8 @@ class _Held:
 
 
 class _PaperGroup:
-    """A group as the Unsharder sees it: with sizes but no memory. A buffer is always free for
-    offloaded values."""
+    """A group for the Unsharder, with sizes but no memory. A buffer for offloaded values is always
+    available."""
 
     params = ()
 
@@ -403,16 +403,16 @@ class _Gradients:
     """The full gradients of a group."""
 
     group: _PaperGroup
-    full: int = 0  # bytes while they have memory of their own
+    full: int = 0  # bytes while the gradients have their own memory
     waiting: int = 0  # bytes of small gradients that are not in the buffer yet
     missing: int = 0
     reduced: bool = False  # in this pass
-    wire: int = 0  # bytes of a cast, and of what other ranks send, while a reduction is under way
-    summed: bool = False  # the shard of a reduced sum has memory
+    wire: int = 0  # bytes of a cast and of received data while a reduction is in flight
+    summed: bool = False  # whether the shard of a reduced sum has memory
 
 
 class _Player:
-    """Plays the moments of one engine."""
+    """Replays the moments of one engine."""
 
     def __init__(self, states: PlannedStates, held: _Held, *, one_host: bool) -> None:
         self.states = states
@@ -509,7 +509,7 @@ class _Player:
                 self._launch(each)
 
     def _allocate(self, each: _Gradients) -> None:
-        """Give the full gradients memory, where they do not always live."""
+        """Allocate the full gradients, unless they are permanent."""
         if each.full or each.group.plan.grads is Lifetime.ALWAYS:
             return
         wanted = each.group.planned.grad_bytes
@@ -517,7 +517,7 @@ class _Player:
         self.held.add(wanted)
 
     def _launch(self, each: _Gradients) -> None:
-        """Start the group's reduction; older ones are waited for where too many are under way."""
+        """Start the group's reduction; wait for older ones if too many are in flight."""
         self._flush(each)
         self._allocate(each)
         planned, policy, shape = each.group.planned, self.states.resolved.policy, self.states.shape
@@ -552,7 +552,7 @@ class _Player:
             each.waiting = 0
 
     def _end(self) -> None:
-        """End a backward pass; nothing where it is over already."""
+        """End a backward pass; a no-op if it has already ended."""
         if not self._in_pass:
             return
         for each in self._gradients:
@@ -580,7 +580,7 @@ class _Player:
                 ),
                 _CASTS,
             )
-        most = max(4 * casts, states.whole_bytes)  # one comes after the other
+        most = max(4 * casts, states.whole_bytes)  # never at the same time
         self.held.add(most)
         self.held.add(-most)
         for group in self._groups:
@@ -594,7 +594,7 @@ class _Player:
 
 
 def play(trace: PassTrace, engines: Sequence[PlannedStates], calls: int, *, one_host: bool) -> int:
-    """Play ``trace``, run ``calls`` times in a step. Return the most bytes besides states."""
+    """Replay ``trace``, run ``calls`` times in a step. Return the peak bytes without states."""
     held = _Held()
     players = [_Player(states, held, one_host=one_host) for states in engines]
     for _ in range(STEPS):

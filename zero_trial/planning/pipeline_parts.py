@@ -40,9 +40,9 @@ class Parts:
     whole: Blueprint
     bounds: tuple[int, ...]
     ties: tuple[tuple[int, ...], ...]
-    elements: tuple[int, ...]  # trainable, of each pipeline rank
-    others: tuple[int, ...]  # bytes of layers given as modules that each rank holds and does not train
-    parameters: int  # of the whole model, tied ones counted once
+    elements: tuple[int, ...]  # trainable elements of each pipeline rank
+    others: tuple[int, ...]  # bytes of layers passed as modules that each rank holds but does not train
+    parameters: int  # of the whole model; tied ones count once
     loss_fn: Any
 
     def layers(self, rank: int) -> str:
@@ -52,9 +52,9 @@ class Parts:
 
 
 def parts_of(model: PipelineModule, settings: PipelineSettings, device: torch.device | str = "cpu") -> Parts:
-    """Return the parts that the run's ranks will build; ``model`` stays as it is.
+    """Return the parts that the run's ranks will build; does not change ``model``.
 
-    A partition by profile is measured here, with real layers.
+    For a partition by profile, measures real layers.
     """
     placement = RECIPES[settings.schedule].place(settings.stages, settings.chunks_per_rank)
     method = settings.partition_method or model.partition_method
@@ -96,8 +96,8 @@ def parts_of(model: PipelineModule, settings: PipelineSettings, device: torch.de
 
 @dataclass(frozen=True)
 class _Phase:
-    """Bytes that one micro-batch of a chunk holds during an action and after it, that are saved,
-    and that are in the host's memory afterwards."""
+    """Bytes of one micro-batch of a chunk: during an action, after it, saved for backward, and in
+    host memory afterwards."""
 
     peak: int
     after: int
@@ -108,7 +108,7 @@ class _Phase:
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """What a chunk holds of one micro-batch, by action, and the bytes that it receives: of a
+    """Memory of a chunk for one micro-batch, by action, and the bytes that the chunk receives: of a
     message, of the first chunk's inputs, and of the last chunk's labels. Ranks read inputs and
     labels before the step."""
 
@@ -121,9 +121,8 @@ class ChunkBytes:
 def chunk_bytes(
     parts: Parts, batch: tuple[Any, Any], policy: DtypePolicy, micro_batches: int, *, on_host: bool
 ) -> dict[int, ChunkBytes]:
-    """Return what each chunk holds of a micro-batch like ``batch`` (inputs, labels), of which there
-    are ``micro_batches``. torch's random state does not change. Raises TrialError if a layer cannot
-    run."""
+    """Return the memory of each chunk for a micro-batch like ``batch`` (inputs, labels), one of
+    ``micro_batches``. Keeps torch's random state. Raises TrialError if a layer cannot run."""
 
     def run(fake: bool, place: torch.device, _: str) -> dict[int, ChunkBytes]:
         inputs, labels = without_values(batch, place) if fake else batch
@@ -163,7 +162,7 @@ def _phases(
     split: bool,
 ) -> dict[ActionKind, _Phase]:
     """Run forward and backward of one micro-batch; ``split``: the backward in two halves.
-    ``first``: the chunk's input is in memory before."""
+    ``first``: the chunk's input is already in memory."""
     anchor, live = torch.zeros((), requires_grad=True), LiveBytes(place.type)
     found: dict[ActionKind, _Phase] = {}
 
@@ -189,7 +188,7 @@ def _phases(
             halves.weights()
             end(ActionKind.W)
             return found
-        if split:  # no gradient to send back: all of this is for the weights
+        if split:  # no gradient to send back: backward is only for the weights
             end(ActionKind.I)
         torch.autograd.backward(outputs, _gradients(outputs))
         end(ActionKind.W if split else ActionKind.B)
@@ -197,21 +196,20 @@ def _phases(
 
 
 def play_row(row: Row, held: Mapping[int, ChunkBytes], sizes: Mapping[int, tuple[int, int]]) -> tuple[int, int, int]:
-    """Return the most bytes that a pipeline rank holds in its row of the schedule: saved by
-    autograd, all that does not outlive a step, and saved inputs in the host's memory. Pure.
+    """Return the peak bytes of a pipeline rank in its row of the schedule: saved by autograd, all
+    memory that does not outlive a step, and saved inputs in host memory. Pure.
 
-    Full parameters and gradients that sharding gathers and frees are counted by the row's own
-    actions (UNSHARD, RESHARD, REDUCE), so each computation is counted together with what is whole
-    at that moment.
+    The row's own actions (UNSHARD, RESHARD, REDUCE) count full parameters and gradients, so each
+    computation is counted with those that exist at that moment.
 
     Args:
-        sizes: bytes of each chunk's full parameters and gradients; 0 where they are never freed.
+        sizes: bytes of each chunk's full parameters and gradients; 0 if they are never freed.
     """
     parameters: dict[int, int] = {}
     gradients: dict[int, int] = {}
     flying: dict[tuple[int, int], _Phase] = {}
     arrived: dict[tuple[int, int], int] = {}  # bytes of messages until they are used
-    reducing = 0  # bytes of the gradients that are being reduced
+    reducing = 0  # bytes of gradients in reduction
     sent = 0  # bytes of messages: no rank waits for a send before the step ends
     sends = {(action.kind, action.chunk) for action in row}
     activations = peak = host = 0
@@ -240,7 +238,7 @@ def play_row(row: Row, held: Mapping[int, ChunkBytes], sizes: Mapping[int, tuple
                 flying[at] = own
                 host = max(host, sum(each.host for each in flying.values()))
                 continue
-            # full gradients get their memory while the first backward frees what it has saved
+            # full gradients are allocated while the first backward frees its saved tensors
             gradients[chunk] = sizes[chunk][1]
             peak = max(peak, own.after + others + sum(gradients.values()))
             # its output, and the gradient of its input
@@ -252,9 +250,9 @@ def play_row(row: Row, held: Mapping[int, ChunkBytes], sizes: Mapping[int, tuple
 def whole_bytes(
     chunks: Mapping[int, nn.Module], parameter: int, gradient: int, persistence: int
 ) -> dict[int, tuple[int, int]]:
-    """Return the bytes of each chunk's full parameters and gradients, which have ``parameter`` and
-    ``gradient`` bytes per element; what two chunks share counts for the first. Parameters of fewer
-    than ``persistence`` elements are never freed."""
+    """Return the bytes of each chunk's full parameters and gradients, with ``parameter`` and
+    ``gradient`` bytes per element; tensors that two chunks share count for the first. Parameters
+    with fewer than ``persistence`` elements are never freed."""
     found: dict[int, tuple[int, int]] = {}
     seen: set[nn.Parameter] = set()
     for number, chunk in chunks.items():
@@ -281,7 +279,7 @@ def _templates(chunks: Mapping[int, nn.Module], inputs: Any) -> dict[int, Any]:
 
 
 def _fresh(value: Any) -> Any:
-    """Return new tensors like these, as a message would bring them."""
+    """Return new tensors like these, as received from a message."""
 
     def made(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -296,5 +294,5 @@ def _gradients(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _drop_grad(param: torch.Tensor) -> None:
-    """Drop the gradient: on a rank it is in a buffer, which is counted elsewhere."""
+    """Drop the gradient: on a rank it is in a buffer that is counted elsewhere."""
     param.grad = None

@@ -1,7 +1,7 @@
-"""The subject of a plan, the plans of a run side by side at every stage and micro-batch, and the
+"""The subject of a plan, a comparison of a run's plans at every stage and micro-batch, and the
 smallest change that fits.
 
-A pipeline's states follow from the engine's layouts, and its peak from each rank's row of the
+A pipeline's states are computed from the engine's layouts, and its peak from each rank's row of the
 schedule.
 """
 
@@ -40,8 +40,8 @@ class Subject:
     training.
 
     Args:
-        train: runs a micro-batch, or ``whole_steps``; None: plan only what outlives a step.
-        batches: real batches, which ``train`` gets cut or repeated to the plan's size.
+        train: runs a micro-batch, or ``whole_steps``; None: plan only the memory between steps.
+        batches: real batches, cut or repeated to the plan's size for ``train``.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Subject:
         self._traces: dict[tuple[Any, ...], PassTrace] = {}
 
     def figures(self, settings: DsConfig, ranks: int, one_host: bool = True) -> tuple[Figures, str]:
-        """Return what rank 0 needs with the stage, the offloaded state and the (solved) batch sizes
-        of ``settings`` on ``ranks`` ranks, all on one host or not, and the kind of tensors on which
-        activations were counted."""
+        """Return rank 0's memory with the stage, the offloaded state and the (solved) batch sizes
+        of ``settings`` on ``ranks`` ranks, all on one host or not, and the kind of tensors that
+        activations were counted on."""
         zero, accumulation = settings.zero_optimization, settings.gradient_accumulation_steps or 1
         micro_batch = settings.train_micro_batch_size_per_gpu or 1
         states = []
@@ -91,7 +91,7 @@ class Subject:
 
 
 def variant(settings: DsConfig, *, stage: int, micro_batch: int, accumulation: int) -> DsConfig:
-    """Return ``settings`` at another ZeRO stage and batch."""
+    """Return ``settings`` with another ZeRO stage and batch."""
     return replace(
         settings,
         train_batch_size=None,
@@ -134,9 +134,9 @@ def loss_in(output: Any) -> torch.Tensor:
     """Return the first scalar that requires grad in a model's output: its loss, as in the outputs
     of Hugging Face's models.
 
-    If there is none, the loss is computed outside the model and not known here: a log-softmax over
-    the last dimension of each floating-point output replaces it, which holds as much memory as a
-    cross entropy.
+    If there is none, the loss is computed outside the model and is unknown. Then use a log-softmax
+    over the last dimension of each floating-point output, which needs as much memory as a cross
+    entropy.
     """
     floats = [leaf for leaf in _leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     single = next((leaf for leaf in floats if leaf.numel() == 1), None)
@@ -199,7 +199,7 @@ class RunPlanner(Generic[P]):
         processes: int,
     ) -> None:
         self.settings = settings
-        self.samples = samples  # of a micro-batch as the loader gave it; None without one
+        self.samples = samples  # of a micro-batch from the loader; None without one
         self.ranks = ranks
         self.device = device
         self._one_host = one_host
@@ -210,7 +210,7 @@ class RunPlanner(Generic[P]):
         self.micro_batch = batch.micro_batch_size
         self.accumulation = batch.accumulation
         offload = settings.zero_optimization.offload_optimizer
-        # state moves from a GPU to the host's memory, and from the host's memory to a disk
+        # offload state from a GPU to host memory, and from host memory to a disk
         self._elsewhere = _NVME if device.type == "cpu" else _HOST
         self.away = offload is not None and offload.device not in ("none", device.type)
         self._known: dict[tuple[int, int, bool], P] = {}
@@ -223,10 +223,10 @@ class RunPlanner(Generic[P]):
         raise NotImplementedError
 
     def plan(self, stage: int | None = None, micro_batch: int | None = None, away: bool | None = None) -> P:
-        """Return the plan at another stage or micro-batch; the global batch stays, so half the
-        micro-batch is twice the accumulation.
+        """Return the plan at another stage or micro-batch with the same global batch: half the
+        micro-batch means twice the accumulation.
 
-        ``away``: with masters and optimizer state elsewhere than the rank's device.
+        ``away``: masters and optimizer state are offloaded from the rank's device.
         """
         stage = self.stage if stage is None else stage
         size = self.micro_batch if micro_batch is None else micro_batch
@@ -260,7 +260,7 @@ class RunPlanner(Generic[P]):
         return table(rows, right=range(1, len(heads) + 1))
 
     def does_not_fit(self, limit: int) -> DoesNotFit:
-        """Return the error for a plan beyond ``limit``, with the smallest change that fits."""
+        """Return the error for a plan above ``limit``, with the smallest change that fits."""
         own, found = self.plan(), self.smallest_change(limit)
         parts = [("activations", own.most.activations)] if own.most.activations is not None else []
         parts += [("processes", own.processes)] if own.processes else []
@@ -278,10 +278,10 @@ class RunPlanner(Generic[P]):
 
     def smallest_change(self, limit: int) -> P | None:
         """Return the plan nearest to the run's own that needs at most ``limit`` bytes: the run's
-        own if it fits, None if no plan does.
+        own if that fits, None if no plan fits.
 
-        Near means few changes: halving the micro-batch and raising the stage by one count one each.
-        If equal, the plan with the lower stage is nearer, because a halved micro-batch with doubled
+        The distance is the number of changes: halving the micro-batch, or raising the stage by one.
+        On a tie, the plan with the lower stage is nearer, because a halved micro-batch with doubled
         accumulation trains exactly the same.
         """
         sizes = [self.micro_batch, *self.halvings()]
@@ -296,7 +296,7 @@ class RunPlanner(Generic[P]):
         return self.micro_batch * self.accumulation // micro_batch
 
     def _choice(self, stage: int, micro_batch: int, away: bool | None = None) -> Candidate[P]:
-        """Return a row of a comparison; a refusal of the run's own settings is raised."""
+        """Return a row of a comparison. Raises if the run's own settings are rejected."""
         away = self.away if away is None else away
         here = (stage, micro_batch, away) == (self.stage, self.micro_batch, self.away)
         name = f"ZeRO-{stage}, micro batch {micro_batch} x accumulation {self._accumulation(micro_batch)}"
@@ -323,7 +323,7 @@ def describe_change(own: MemoryPlan | PipelinePlan, other: MemoryPlan | Pipeline
 
 
 class Planner(RunPlanner[MemoryPlan]):
-    """Plans what ``subject`` needs on rank 0."""
+    """Plans the memory of ``subject`` on rank 0."""
 
     def __init__(
         self, subject: Subject, settings: DsConfig, ranks: int, *, one_host: bool = True, processes: int = 0
@@ -333,7 +333,7 @@ class Planner(RunPlanner[MemoryPlan]):
 
     def compare(self) -> list[Candidate[MemoryPlan]]:
         """Return every stage at the run's micro-batch, every halving at the run's stage, and the
-        run with optimizer state elsewhere: from a GPU in host memory, from there on NVMe; or not.
+        run with optimizer state offloaded (GPU to host memory, host to NVMe) or not.
         """
         rows = [self._choice(stage, self.micro_batch) for stage in STAGES]
         rows += [self._choice(self.stage, size) for size in self.halvings()]
@@ -375,7 +375,7 @@ class PipelinePlanner(RunPlanner[PipelinePlan]):
         self._parts = parts_of(model, pipeline_settings(settings), device)
 
     def compare(self) -> list[Candidate[PipelinePlan]]:
-        """Return every ZeRO stage, and half the micro-batch with twice as many of them."""
+        """Return every ZeRO stage, and twice as many micro-batches of half the size."""
         rows = [self._choice(stage, self.micro_batch) for stage in STAGES]
         return rows + [self._choice(self.stage, size) for size in self.halvings()[:1]]
 
@@ -398,7 +398,7 @@ class PipelinePlanner(RunPlanner[PipelinePlan]):
             dtypes.grad.itemsize if sharding.gradients else 0,
         )
         persistence = settings.zero_optimization.param_persistence_threshold
-        if micro_batch not in self._traced:  # what a chunk holds does not depend on the stage
+        if micro_batch not in self._traced:  # a chunk's memory does not depend on the stage
             batch = first_rows(self._batch, self.samples, micro_batch)
             on_host = is_accelerator(self.device) and settings.activation_checkpointing.cpu_checkpointing
             self._traced[micro_batch] = chunk_bytes(parts, batch, dtypes, accumulation, on_host=on_host)

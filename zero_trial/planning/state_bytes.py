@@ -1,7 +1,7 @@
-"""What one rank keeps between steps, by closed formulas over the layouts of the engine's groups.
+"""The memory of one rank between steps, by closed formulas over the layouts of the engine's groups.
 
-Of a group of n elements, padded for the N ranks of the shard axis, with p bytes of a parameter, g
-of a gradient, and s of optimizer state per element:
+For a group of n elements, padded for the N ranks of the shard axis, with p bytes per parameter, g
+per gradient, and s of optimizer state per element:
 
     parameters   p n, or p n/N where they are freed between uses; 4 n/N more for an fp32 master of a
                  16-bit parameter
@@ -10,8 +10,8 @@ of a gradient, and s of optimizer state per element:
 
 The groups, their padding, and how long each of their buffers lives are taken from the engine
 (:func:`zero_trial.sharding.build_groups.plan_groups`); s is measured in one step of the optimizer
-on a few elements. What is offloaded is in host memory or on NVMe instead, and passes through rings
-of buffers.
+on a few elements. Offloaded state is in host memory or on NVMe instead, and is streamed through
+rings of buffers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from zero_trial.sharding.offload.update_store import state_columns
 from zero_trial.sharding.plan import Home, Lifetime, ReduceAt, ZeroPlan
 from zero_trial.sharding.whole_tensors import ROUND, opt_group_of, owners_of, parts_of
 
-_PROBE = (48, 64)  # elements of a step that shows an optimizer's state
+_PROBE = (48, 64)  # shape of the parameter in a step that measures an optimizer's state
 _MASTER = 4  # bytes
 
 
@@ -58,7 +58,7 @@ class PlannedGroup:
 
     Args:
         grad, grad_shard: dtypes of the full gradients and of this rank's part of the sum.
-        flat: bytes of optimizer state for this rank's shard, without tensors updated whole.
+        flat: bytes of optimizer state for this rank's shard, except tensors updated whole.
         whole: bytes of each state tensor of this rank's tensors that are updated whole.
     """
 
@@ -88,18 +88,18 @@ class PlannedGroup:
 
     @property
     def home_bytes(self) -> int:
-        """Return the bytes of the parameters that are kept between uses, wherever they are."""
+        """Return the bytes of parameters that are stored between uses, on any device."""
         whole = self.plan.params is Lifetime.ALWAYS or self.plan.whole_home
         return (self.layout.numel if whole else self.shard_numel) * self.dtype.itemsize
 
     @property
     def master_bytes(self) -> int:
-        """Return the bytes of a separate master; 0 where the parameters are their own masters."""
+        """Return the bytes of a separate master; 0 if the parameters are their own masters."""
         return 0 if has_own_master(self.dtype) or not self.trainable else _MASTER * self.shard_numel
 
     @property
     def in_place(self) -> bool:
-        """Return whether the reduced gradients are a part of the full ones."""
+        """Return whether the reduced gradients are part of the full gradients."""
         lives = self.plan.grads is Lifetime.ALWAYS and self.plan.reduce_at is ReduceAt.BOUNDARY
         return lives and self.grad == self.grad_shard
 
@@ -109,7 +109,7 @@ class PlannedGroup:
 
     @property
     def grad_shard_bytes(self) -> int:
-        """Return the bytes of this rank's part of the sum, where it has memory of its own."""
+        """Return the bytes of this rank's part of the sum, if it has its own memory."""
         return 0 if self.in_place else self.shard_numel * self.grad_shard.itemsize
 
 
@@ -126,7 +126,7 @@ class TrainedModel:
 
     @cached_property
     def optimizer(self) -> OptimizerPlan | None:
-        """Return the optimizer's plan; None where nothing is trained."""
+        """Return the optimizer's plan; None if nothing is trained."""
         given = self.blueprint.copy()
         optimizer, settings = given.get("optimizer"), self.settings
         if optimizer is None and settings.optimizer is None:
@@ -140,7 +140,7 @@ class TrainedModel:
 
     @cached_property
     def small(self) -> SmallStep:
-        """Return what was measured in one step of the optimizer on a few elements."""
+        """Return the measurements of one optimizer step on a few elements."""
         return _small_step(self.optimizer) if self.optimizer is not None else SmallStep([], fuses=True)
 
     @cache  # noqa: B019
@@ -152,7 +152,7 @@ class TrainedModel:
             return []
         with _disable_current_modes():
             try:
-                with FakeTensorMode(), LiveBytes():  # the latter answers for numbers that are read
+                with FakeTensorMode(), LiveBytes():  # LiveBytes returns substitutes for numbers that are read
                     return _state_of(self.optimizer, number, shape)
             except Exception:  # arbitrary user code runs here
                 share = math.prod(shape) / math.prod(_PROBE)
@@ -170,7 +170,7 @@ def _state_of(plan: OptimizerPlan, number: int, shape: tuple[int, ...]) -> list[
 @dataclass(frozen=True)
 class SmallStep:
     """For each optimizer group the bytes per element of each kind of its state; whether the update
-    reads 16-bit gradients as they are (``fuses``)."""
+    reads 16-bit gradients without a cast (``fuses``)."""
 
     columns: list[list[float]]
     fuses: bool
@@ -196,7 +196,7 @@ def _small_step(plan: OptimizerPlan) -> SmallStep:
 
 
 class PlannedStates:
-    """What the engine of ``trained`` keeps with ``settings`` on rank 0 of ``ranks``."""
+    """Rank 0's memory between steps for the engine of ``trained``, with ``settings``."""
 
     def __init__(self, trained: TrainedModel, settings: DsConfig, ranks: int, device: torch.device) -> None:
         self.settings = settings
@@ -221,7 +221,7 @@ class PlannedStates:
         self.merged = made.merged
         wide = policy.grad if plan.reduce_at is ReduceAt.BOUNDARY else policy.comm
         self.groups: list[PlannedGroup] = []
-        rounds = [(0, 0)]  # elements of whole tensors that are updated together, and their bytes
+        rounds = [(0, 0)]  # elements and bytes of whole tensors that are updated together
         own = _own_tensors(made.groups, optimizer, [name for name, _ in model.named_parameters()], self.shape.shard)
         for spec, layout, own_plan in made.groups:
             dtype, trainable = spec.kind.dtype, spec.kind.trained
@@ -263,7 +263,7 @@ class PlannedStates:
 
     @cached_property
     def figures(self) -> Figures:
-        """Return the bytes between steps; a copy for checkpoints is in the host's memory."""
+        """Return the bytes between steps; a copy for checkpoints is in host memory."""
         trained = [group for group in self.groups if group.trainable]
         grads = sum((0 if group.plan.grads is Lifetime.USE else group.grad_bytes) for group in trained)
         if not self.resolved.sharding.grads_to_none:
@@ -283,7 +283,7 @@ class PlannedStates:
 
 
 class _Places:
-    """Where parameters, masters and optimizer state are between steps, and how many bytes."""
+    """The location and bytes of parameters, masters and optimizer state between steps."""
 
     def __init__(self, states: PlannedStates) -> None:
         zero, device = states.settings.zero_optimization, states.device
@@ -303,7 +303,7 @@ class _Places:
         return group.name in self._swapped or group.plan.home is Home.NVME
 
     def _state_in_file(self) -> Iterator[PlannedGroup]:
-        """Yield the groups whose masters and state go to NVMe: a CPU rank may keep a part."""
+        """Yield the groups with masters and state on NVMe; a CPU rank may keep some in memory."""
         section, states = self._section, self._states
         if section is None or section.device != "nvme":
             return
@@ -324,7 +324,8 @@ class _Places:
             self.disk += round_up(group.home_bytes, BLOCK)
 
     def _place_state(self, group: PlannedGroup) -> None:
-        """Place master and state. Host updates give a device's fp32 parameter a separate master."""
+        """Place master and state. Host updates add a separate master to a device's fp32
+        parameter."""
         master = group.master_bytes
         staged = self._section is not None and not self._on_cpu
         if staged and group.trainable and not master and group.plan.home is Home.DEVICE:
@@ -346,7 +347,7 @@ class _Places:
         return [*found, *([_MASTER] if self._states.settings.ema is not None else [])]
 
     def _add_rings(self) -> None:
-        """Add the buffers through which state and parameters pass."""
+        """Add the buffers that stream state and parameters."""
         states = self._states
         trained = [group for group in states.groups if group.trainable]
         section: OffloadOptimizerSection | OffloadParamSection | None = self._section or self._params

@@ -47,7 +47,7 @@ from zero_trial.util.memory import available_memory, machine_memory
 
 @dataclass
 class DryRunResult:
-    """What was found; None where the dry run did not get that far, or was not asked to."""
+    """The findings; None for parts that the dry run did not reach or was not asked to run."""
 
     issues: list[CheckIssue] = field(default_factory=list)
     parameters: int | None = None
@@ -56,8 +56,8 @@ class DryRunResult:
     metrics: tuple[str, ...] | None = None
 
 
-_MOST_SECONDS = 10  # for the step, and for the evaluation
-_LEAST_MEMORY = 0.1  # share of the machine's memory that stays available
+_MOST_SECONDS = 10  # limit for the step, and for the evaluation
+_LEAST_MEMORY = 0.1  # fraction of the machine's memory that must remain available
 _LOOK_SECONDS = 0.05
 # Text in errors of code that needs a device other than the CPU, on which check trains.
 _OF_A_DEVICE = re.compile(
@@ -67,7 +67,7 @@ _OF_A_DEVICE = re.compile(
 
 
 class _Ended(Exception):
-    """The dry run cannot continue; the issues say why."""
+    """The dry run cannot continue, for the reason in the issues."""
 
 
 class _TooMuch(BaseException):
@@ -78,12 +78,12 @@ def dry_run_trial(request: DryRunRequest) -> DryRunResult:
     """Import and build the trial, check its loaders and the metrics that it reports, train one step
     and evaluate one batch.
 
-    Without ``dry_run`` nothing is trained or evaluated if the model does not fit into this
-    machine's memory, and work ends after ``_MOST_SECONDS``, or if little memory is left.
+    Without ``dry_run``, a model that does not fit into this machine's memory is not trained or
+    evaluated, and work ends after ``_MOST_SECONDS``, or if little memory is left.
 
-    Whatever the trial raises becomes an issue: a fault if a rank would raise it too, a warning if
-    values or calls of hooks differ from a rank's, and a note if the code needs another device or
-    the other ranks.
+    Exceptions of the trial become issues: a fault if a rank would also raise it, a warning if
+    values or hook calls differ from a rank's, and a note if the code needs another device or other
+    ranks.
     """
     found = DryRunResult()
     most = math.inf if request.dry_run else MOST_VALUES
@@ -126,8 +126,8 @@ class _Stage:
             self._metric(validator, trial, ready=ready, room=room)
 
     def _train(self, trial: ZeroTrial, context: ZeroTrialContext, loader: Any, *, room: bool) -> bool:
-        """Run one step of ``train_batch``, all of its micro-batches with the same samples. Return
-        whether the engines can evaluate now: the step ran to its end, or did not begin."""
+        """Run one step of ``train_batch``, with the same samples in all micro-batches. Return
+        whether the engines can evaluate now: the step completed, or did not start."""
         mpu, seed = context.mpu, self._request.seed
         with contextlib.suppress(_Ended):
             if loader is None:
@@ -156,7 +156,7 @@ class _Stage:
         return True
 
     def _timed(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what ``work`` returns. Raises _TooMuch, unless the user asked for the dry run."""
+        """Return the result of ``work``. Raises _TooMuch, unless the user asked for the dry run."""
         with contextlib.nullcontext() if self._request.dry_run else _limited(_MOST_SECONDS):
             return work(*arguments)
 
@@ -185,7 +185,7 @@ class _Stage:
                 self._note(area, Severity.WARNING, event["message"])
 
     def _metric(self, validator: Validator, trial: ZeroTrial, *, ready: bool, room: bool) -> None:
-        """Evaluate one batch if the engines are ``ready``, and look for the searcher's metric."""
+        """Evaluate one batch if the engines are ``ready``, and check for the searcher's metric."""
         searcher = self._request.experiment.searcher
         if searcher.metric == SPEED_METRIC:
             return
@@ -243,11 +243,11 @@ class _Stage:
         *,
         differs: bool = False,
     ) -> Any:
-        """Return what ``work`` returns; what it raises becomes an issue and ends the dry run.
+        """Return the result of ``work``; an exception becomes an issue and ends the dry run.
 
         Args:
-            doing: names it in messages.
-            method: of the trial; an error raised elsewhere may not occur after all batches.
+            doing: the name of ``work`` in messages.
+            method: the trial's method; an error raised elsewhere may not occur after all batches.
             differs: whether the differences from a rank (``_doubt``) may cause the failure.
         """
         doubt = self._doubt if differs else ""
@@ -267,7 +267,7 @@ class _Stage:
         raise _Ended
 
     def _report(self, area: Area, error: BaseException, doing: str, severity: Severity) -> None:
-        """Add what the trial's code raised, as a note if the code can only run on ranks."""
+        """Add an exception of the trial's code; as a note if the code can only run on ranks."""
         if "process group has not been initialized" in str(error):
             severity, doing = Severity.NOTE, f"{doing}, which calls torch.distributed, could not be run here: it"
         elif _OF_A_DEVICE.search(str(error)):
@@ -280,7 +280,7 @@ class _Stage:
 def _limited(seconds: float) -> Iterator[None]:
     """Raise _TooMuch in the block after ``seconds``, or when less than ``_LEAST_MEMORY`` is left.
 
-    In a thread, which gets no signals, there is no limit.
+    No limit outside the main thread, which alone receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

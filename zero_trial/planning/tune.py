@@ -70,7 +70,7 @@ _SCHEDULES: tuple[Mapping[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class TuneFacts:
-    """The settings that all ways share, and the current values in ds_config.
+    """The settings shared by all ways, and the current values in ds_config.
 
     Args:
         samples: samples of one optimizer step on one data-parallel rank.
@@ -166,7 +166,7 @@ def ways_to_train(facts: TuneFacts) -> list[TrainingWay]:
 
 
 def own_way(facts: TuneFacts) -> TrainingWay:
-    """Return the way that the ds_config names now, from ``ways_to_train`` if it is there."""
+    """Return the ds_config's current way, from ``ways_to_train`` if that contains it."""
     values = {STAGE: facts.current[STAGE], MICRO: facts.current[MICRO], ACCUMULATION: facts.current[ACCUMULATION]}
     keys = (*((_SCHEDULE, _CHUNKS) if facts.pipe > 1 else ()), *_OFF, *_PATHS)
     values |= {key: facts.current[key] for key in keys if key in facts.current and not _is_kept(key, facts.keep)}
@@ -185,7 +185,7 @@ def _schedules(facts: TuneFacts) -> list[dict[str, Any]]:
 
 def _savers(facts: TuneFacts, stage: int, accumulation: int) -> list[dict[str, Any]]:
     """Return the ladder of a stage: values to set, from the least traffic to the least memory.
-    Savers that the ds_config enables are off where a rung does not need them."""
+    Rungs disable savers of the ds_config that they do not need."""
     several = accumulation > 1
     found: list[dict[str, Any]] = [{}]
     if facts.pipe > 1:
@@ -195,7 +195,7 @@ def _savers(facts: TuneFacts, stage: int, accumulation: int) -> list[dict[str, A
     elif stage == 3:
         fast = {_RESHARD: "step", **({_REDUCE: "boundary"} if several else {})}
         least = {_RESHARD: "forward", **({_REDUCE: "micro"} if several else {})}
-        # by default a small model is never freed
+        # with the defaults a small model is never freed
         found = [fast, {}, least, {**least, _PERSISTENCE: 0, _PREFETCH: 0}]
     places: list[dict[str, Any]] = [{"device": "cpu"}] if facts.accelerator else []
     places += [{"device": "nvme", "nvme_path": facts.nvme_path}] if facts.nvme_path else []
@@ -208,8 +208,8 @@ def _savers(facts: TuneFacts, stage: int, accumulation: int) -> list[dict[str, A
 
 @dataclass(frozen=True)
 class Weighed:
-    """The plan of a way: bytes of one rank, and an estimate of a step's seconds that is good only
-    for comparing ways; or why there is no plan.
+    """The plan of a way: bytes of one rank, and a step's estimated seconds (only for comparing
+    ways); or the reason why there is no plan.
 
     ``samples``: in a micro-batch, as the trial's loader returned it; None if unknown.
     """
@@ -221,8 +221,8 @@ class Weighed:
 
 
 def of_other_samples(way: TrainingWay, found: Weighed, own: TrainingWay, configured: Weighed) -> Weighed:
-    """Return ``found``, refused if a step of ``way`` would train on more or fewer samples than a
-    step of ``own``: its loader does not follow the micro-batch.
+    """Return ``found``; reject it if a step of ``way`` would train on more or fewer samples than a
+    step of ``own``, because its loader does not follow the micro-batch.
 
     Args:
         configured: the plan of ``own``; without one, batches must be as large as the micro-batch.
@@ -250,13 +250,13 @@ class Margin:
     process: int
 
     def needed(self, planned: int) -> int:
-        """Return the bytes that a rank needs if its tensors take ``planned``."""
+        """Return the bytes that a rank needs if its tensors need ``planned`` bytes."""
         return int(planned * (1 + self.part)) + self.process
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The ways that are worth a trial, the best first, and why each of the others is not."""
+    """The ways worth a trial, best first, and the reason why each other way is not."""
 
     ways: tuple[TrainingWay, ...]
     pruned: tuple[tuple[TrainingWay, str], ...]
@@ -273,8 +273,8 @@ def select(
     own: TrainingWay,
 ) -> Selection:
     """Return the first way of each ladder and micro-batch that fits, for the ``sizes`` largest
-    micro-batches of each ladder that do. ``own`` comes first if it fits; the others are ordered by
-    their estimated time.
+    micro-batches of each ladder that do. ``own`` is first if it fits; the others are ordered by
+    estimated time.
 
     Args:
         weigh: plans a way; called only for the ways that are needed.
@@ -311,15 +311,15 @@ def select(
 # --- one way: planned, and measured ---
 
 # Elements per second between GPUs and between CPU ranks of one host, seconds to launch a
-# micro-batch, bytes per second to the host and to a disk. Good for ranking, not for real times.
+# micro-batch, bytes per second to the host and to a disk. Only for ranking, not for actual times.
 _GPU_LINK, _CPU_LINK, _MICRO_BATCH, _TO_HOST, _TO_DISK = 1e11, 2.5e9, 1e-3, 2e10, 1e9
 _AGAIN = 4 / 3  # relative time of a step that computes its forwards twice
 _FEWEST = 3  # trials
 
 
 def facts_of(checked: CheckedRun, *, keep: Sequence[str], accelerator: bool) -> TuneFacts:
-    """Return what the tuner needs to know about an experiment whose ranks compute on GPUs
-    (``accelerator``) or not. Raises ConfigError if the trial passes its own ds_config."""
+    """Return the tuner's facts about an experiment. ``accelerator``: whether ranks compute on GPUs.
+    Raises ConfigError if the trial passes its own ds_config."""
     config, batch = checked.ds_config, checked.batch
     if config is None or batch is None:
         raise ConfigError(
@@ -353,11 +353,11 @@ def facts_of(checked: CheckedRun, *, keep: Sequence[str], accelerator: bool) -> 
 
 
 def _savers_now(config: DsConfig, accelerator: bool) -> dict[str, Any]:
-    """Return the savers that the ds_config has switched on, by dotted key."""
+    """Return the savers that the ds_config enables, by dotted key."""
     zero, interval = config.zero_optimization, config.pipeline.activation_checkpoint_interval
     found: dict[str, Any] = {}
     for name, place in ("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param):
-        # CPU ranks have everything in the host's memory anyway
+        # everything on CPU ranks is in host memory anyway
         if place is not None and place.device in (("cpu", "nvme") if accelerator else ("nvme",)):
             found[f"zero_optimization.{name}.device"] = place.device
             if place.device == "nvme":
@@ -372,7 +372,7 @@ def changes_of(way: TrainingWay) -> dict[KeyPath, Any]:
 
 
 def weigh_way(request: RunRequest, way: TrainingWay, machine: PlannedMachine, env: Mapping[str, str]) -> Weighed:
-    """Plan a way; an error of the trial or the engine becomes its refusal."""
+    """Plan a way; an error of the trial or the engine becomes the reason for having no plan."""
     try:
         checked = check_run(replace(request, changes={**request.changes, **changes_of(way)}), env)
         with trial_planner(DryRunRequest.of(checked), machine) as planner:
@@ -381,7 +381,7 @@ def weigh_way(request: RunRequest, way: TrainingWay, machine: PlannedMachine, en
     except ZeroTrialError as error:
         return Weighed(refusal=" ".join(str(error).split()))
     finally:
-        gc.collect()  # frees a trial and its data, which refer to each other
+        gc.collect()  # frees a trial and its data, which reference each other
 
 
 def _weighed(planner: Planner | PipelinePlanner, way: TrainingWay, ranks: int, memory: int | None) -> Weighed:
@@ -408,8 +408,8 @@ def _weighed(planner: Planner | PipelinePlanner, way: TrainingWay, ranks: int, m
 def search_budget(
     tuning: AutotuningSection, fitting: int, trials: int | None = None, steps: int | None = None
 ) -> tuple[int, int]:
-    """Return the most trials among ``fitting`` ways, and the optimizer steps of each, by
-    ds_config's autotuning section and the command line. Raises ConfigError."""
+    """Return the maximum number of trials among ``fitting`` ways, and the optimizer steps of each,
+    from ds_config's autotuning section and the command line. Raises ConfigError."""
     for option, value in ("--trials", trials), ("--steps", steps):
         if value is not None and value < 1:
             raise ConfigError("there is nothing to measure", where=option, got=value, expected="at least 1")

@@ -120,7 +120,7 @@ def nearest_triples(batch: int, micro: int, steps: int, dp_world: int) -> list[t
     return sorted(((m * s * dp_world, m, s) for m, s in found), key=lambda each: (abs(each[0] - batch), each))
 
 
-# --- a whole run: mesh axes, batch sizes, and what hyperparameters say of them --------------------
+# --- a whole run: mesh axes, batch sizes, and hyperparameters that set them -----------------------
 
 
 @dataclass(frozen=True)

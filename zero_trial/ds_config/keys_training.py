@@ -215,7 +215,7 @@ class TrainingKeys:
     )
 
 
-# --- the parameters of optimizers and schedulers, as far as they are known without torch ---
+# --- the parameters of optimizers and schedulers that are known without importing torch ---
 
 
 @dataclass(frozen=True)

@@ -375,7 +375,7 @@ class _Run:
 
 
 def _without_label(payload: Payload) -> tuple[Payload, Any]:
-    """Separate activations, whose tensors come first, from the label sent with them."""
+    """Separate activations (whose tensors are first) from the label sent with them."""
     value, label = payload.value
     count = len(tensors_in(value))
     return Payload(value, payload.tensors[:count], payload.differentiable[:count]), label

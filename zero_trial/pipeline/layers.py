@@ -294,7 +294,7 @@ def _as_leaf(leaf: Any) -> Any:
     return (copy.requires_grad_() * 1) if copy.is_floating_point() else copy
 
 
-# --- partition: where a list of layers is cut into contiguous parts ---
+# --- partition: split a list of layers into contiguous parts ---
 #
 # A partition of n layers into p parts is p + 1 boundaries, as in DeepSpeed: part i is layers
 # ``bounds[i]`` to ``bounds[i + 1] - 1``.

@@ -330,12 +330,12 @@ def zb_v(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Ac
     with chunk `a` on the way down and chunk `b` on the way up:
 
         1. 2(P-r)-1 times    Fa              fill the way down
-        2. r times           Fb Fa           what comes up again
+        2. r times           Fb Fa           forwards on the way up
         3. P-r times         Fb Ib Wb        the first gradients
         4. while forwards    Fa Ia Wa Fb Ib Wb
-        5. r times           Ia Ib           others wait for these; their weight gradients can wait
+        5. r times           Ia Ib           other ranks wait for Ia and Ib; W can wait
         6. P-r times         Ia Wa
-        7. the weight gradients that were put off
+        7. the delayed weight gradients
 
     Costs, P ranks, M >= 2P micro-batches, F = I = W: makespan 6M + P - 1 chunk computations, so
     bubble (P-1)/(6M+P-1), a sixth of 1F1B's idle time; at most 2P chunks' activations on every

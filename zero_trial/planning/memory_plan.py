@@ -296,8 +296,8 @@ def rank_processes(own: int, ranks_here: int, command: int = _COMMAND) -> int:
 
     Args:
         own: :func:`own_process` of a process that has imported torch, the engine and the trial's
-            module, as each rank has; what a rank loads and leaves in its heap later takes about as
-            much again.
+            module, like each rank; memory that a rank loads or fragments later is about the same
+            again.
         command: bytes of the process that starts the ranks.
     """
     return 2 * own + _EACH_RANK + (command + _COMPILER) // max(ranks_here, 1)

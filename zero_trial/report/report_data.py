@@ -284,7 +284,7 @@ class Overview:
 
     title: str
     subtitle: str
-    noun: str  # what a row is: experiment or run
+    noun: str  # the word for a row: experiment or run
     rows: tuple[OverviewRow, ...]
     begin: str = ""
 

@@ -129,7 +129,7 @@ def test_machines_that_lack_something_train_alike_and_say_what_is_slower(tmp_pat
     no_compiler = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PATH": "/nowhere"}
     for name, patch, env, said in (
         ("no compiler", NO_MEMORY, no_compiler, [TORCH + NO_COMPILER, GLOO + "switched off"]),
-        ("mac", MAC, {}, [TORCH + "the kernel library cannot be loaded", GLOO + "arm64 does not keep"]),
+        ("mac", MAC, {}, [TORCH + "the kernel library cannot be loaded", GLOO + "arm64 does not preserve"]),
     ):
         found, text = losses(tmp_path, patch, **env)
         # the bound of gradient_clipping in docs/exactness.md

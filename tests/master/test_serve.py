@@ -71,7 +71,7 @@ def test_another_address_where_the_old_one_is_taken(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", port))
         taken.listen()
         assert once(tmp_path) != port
-    assert "is taken" in MasterDirectory(tmp_path).log.read_text()
+    assert "is in use" in MasterDirectory(tmp_path).log.read_text()
 
 
 def test_one_master_for_one_folder(tmp_path: Path) -> None:

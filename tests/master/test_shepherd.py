@@ -213,4 +213,4 @@ def test_lines_that_cannot_be_written_are_lost_without_the_trial(
     lines = Lines("stdout", tmp_path / "full" / "log", LogMatcher([]), tmp_path)
     for _ in range(3):
         lines.add(b"error   so it ends\n")
-    assert capsys.readouterr().err.count("are lost") == 1 and lines.cause == "so it ends"
+    assert capsys.readouterr().err.count("lost lines of") == 1 and lines.cause == "so it ends"

@@ -269,7 +269,7 @@ class WeightsReader:
             part = chunk[: min(step, stop - start - low)]
             _read(stored.path, place + low * width, tensor_bytes(part))
             values = part.to(through) if through is not None else part
-            out[low : low + len(part)].copy_(values.to(out.dtype))
+            out[low : low + len(part)].copy_(values)
 
     def _read_header(self, path: Path, wanted: set[str] | None) -> None:
         """Use the library's validated header: tensors fill the file from end to end."""

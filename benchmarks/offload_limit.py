@@ -17,8 +17,8 @@ Each is planned and run at each stage, with everything on NVMe and without offlo
 predict the outcome. ``own`` is the sampled peak of the processes' own memory; ``peak`` is the
 group's, page cache included, which the kernel lets grow up to the limit. The plan counts tensors;
 the settings list the memory of a process that has only imported torch and zero_trial. Rows of
-earlier runs stay in the results until
-they are measured again.
+earlier runs stay in the results until they are measured again. Processes run with
+``MALLOC_MMAP_THRESHOLD_`` of 1 MiB, as the guide to offload recommends for tight limits.
 """
 
 from __future__ import annotations
@@ -363,7 +363,14 @@ class MemoryGroup:
         watch = threading.Thread(target=self._sample, args=(over,))
         watch.start()
         try:
-            return subprocess.run([*enter, *command], capture_output=True, text=True, check=False, timeout=1800)
+            return subprocess.run(
+                [*enter, *command],
+                env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=1800,
+            )
         finally:
             over.set()
             watch.join()

@@ -58,7 +58,7 @@ from zero_trial.util.text import format_bytes
 _ALIGNED = 64  # bytes: copies of tensors begin at multiples of this
 
 Hold = Callable[[Callable[[], None]], None]
-"""Takes what must be called, once, before the next write to the tensors of a part."""
+"""Accepts the callback that must run once before the next write to the tensors of a part."""
 
 
 class _Part(NamedTuple):
@@ -74,7 +74,7 @@ class Snapshot:
     Attributes:
         slices: with copies as their tensors. They hold the values after :meth:`finish`.
         waited: seconds for which writes were delayed.
-        given_up: copy no tensor after the one in flight, the last that writes wait for.
+        given_up: copy no tensor after the one in flight, which is the last that writes wait for.
     """
 
     def __init__(self, slices: Sequence[Slice], parts: Sequence[_Part], stream: torch.Stream | None) -> None:
@@ -203,7 +203,7 @@ class _BackgroundSave:
         rank_state: Any,
         commit: Callable[[Sequence[Mapping[str, Any]]], str],
     ) -> None:
-        """Write the snapshot in a thread. ``first``: the report of what was written at the call."""
+        """Write the snapshot in a thread. ``first``: the report of files already written."""
         self._snapshot = snapshot
         arguments = (snapshot, first, rank_state, commit)
         # not a daemon: the interpreter waits for it at exit
@@ -246,7 +246,7 @@ class _BackgroundSave:
                 self._require_going_on()
                 commit(reports)
             self.state = _DONE
-        except Exception as fault:  # of the disk, or of what is in the slices
+        except Exception as fault:  # a disk error, or an error in the slices' content
             self.fail(fault)
 
     def _report_of(self, rank: int) -> dict[str, Any]:

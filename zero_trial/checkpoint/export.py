@@ -54,7 +54,7 @@ class WeightSource(Enum):
 
 @dataclass(frozen=True)
 class ExportItem:
-    """One tensor of the export. Its elements go from ``held`` through ``through`` to ``dtype``."""
+    """One tensor of the export. Cast from ``held`` via ``through`` to ``dtype``."""
 
     name: str
     stored: str
@@ -153,7 +153,7 @@ def _item(held: StoredTensor, weights: WeightSource, dtype: str | None) -> Expor
     stored = check_dtype(held.entry.dtype)
     through = check_dtype(held.lives) if weights is WeightSource.MODEL and held.lives is not None else stored
     source = held.stored
-    if weights is WeightSource.EMA and "ema" in held.states:  # what is not trained has none, and is its own
+    if weights is WeightSource.EMA and "ema" in held.states:  # an untrained tensor is its own average
         source = source.removesuffix(f"param/{held.name}") + f"state/ema/{held.name}"
         stored = through = check_dtype(held.states["ema"])
     final = dtype if dtype is not None and is_floating(stored) else through
@@ -176,7 +176,7 @@ def _cut(items: Iterable[ExportItem], limit: int | None) -> tuple[tuple[ExportIt
 
 
 def _took(params: Iterable[StoredTensor], weights: WeightSource) -> str:
-    """Return the words for the kind of weights."""
+    """Return the text for the kind of weights."""
     listed = list(params)
     masters = [held for held in listed if held.is_master]
     unknown = [held for held in listed if held.lives is None]
@@ -309,7 +309,7 @@ def _shard_chunks(
 
 
 def _overflows(before: torch.Tensor, after: torch.Tensor) -> int:
-    """Count the values that were finite before and are not after."""
+    """Count the values that are finite before the cast and not after it."""
     if before.dtype == after.dtype or not before.is_floating_point():
         return 0
     if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max:

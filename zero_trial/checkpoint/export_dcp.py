@@ -1,6 +1,6 @@
 """Write a checkpoint as a folder of torch.distributed.checkpoint, for FSDP2 and torchtitan.
 
-    model.<name>                              parameters (masters where they exist) and buffers
+    model.<name>                              parameters (masters if they exist) and buffers
     optimizer.state.<name>.<kind>             moments and step
     optimizer.param_groups.<i>.<setting>      as torch.distributed.checkpoint.state_dict names them
 
@@ -120,7 +120,7 @@ def write_dcp(reader: CheckpointReader, out: Path, *, with_optimizer: bool = Tru
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that this is one process
+            warnings.simplefilter("ignore", UserWarning)  # about a single process
             # no copies in advance, so that tensors are requested one by one
             writer = FileSystemWriter(partial, per_thread_copy_ahead=0)
             save(state, storage_writer=writer, planner=planner, no_dist=True)

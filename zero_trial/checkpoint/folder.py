@@ -104,8 +104,8 @@ _DEPTH = 2  # levels of folders of checkpoints within a folder
 
 @dataclass(frozen=True)
 class EngineCheckpoint:
-    """One engine's checkpoint; ``manifest`` is None if it cannot be read, and ``fault`` says
-    why."""
+    """One engine's checkpoint; ``manifest`` is None if it cannot be read, and ``fault`` is the
+    reason."""
 
     folder: Path
     manifest: Manifest | None
@@ -114,7 +114,7 @@ class EngineCheckpoint:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """One checkpoint, as far as manifests and file sizes tell; no byte of a tensor is read.
+    """One checkpoint, as far as manifests and file sizes show; no byte of a tensor is read.
 
     Attributes:
         saved: time of the save, in seconds since the epoch.
@@ -146,8 +146,8 @@ class SavedCheckpoint:
         return self.fault is None and not self.leftover
 
     def facts(self, key: str) -> tuple[Any, ...]:
-        """Collect a fact of the manifests about the ranks that wrote them (``ranks``,
-        ``zero_stage``, ``mesh``): each value once, in the engines' order."""
+        """Collect a property of the ranks that wrote the manifests (``ranks``, ``zero_stage``,
+        ``mesh``): each value once, in the engines' order."""
         said = [engine.manifest.world.get(key) for engine in self.engines if engine.manifest is not None]
         return tuple(value for index, value in enumerate(said) if value is not None and value not in said[:index])
 
@@ -162,12 +162,12 @@ class CheckpointFolder:
 
     @property
     def trials(self) -> tuple[str, ...]:
-        """Return the trials of these checkpoints: a cluster's storage has those of many."""
+        """Return the trials of these checkpoints: a cluster's storage has many."""
         return tuple(dict.fromkeys(one.trial for one in self.saved if one.trial))
 
     @property
     def series(self) -> tuple[str, ...]:
-        """Return the trials or folders of these checkpoints; with several, none is the newest."""
+        """Return the trials or folders of these checkpoints; if several, none is the newest."""
         return tuple(dict.fromkeys(one.series for one in self.saved if one.series))
 
     def latest(self, series: str | None = None) -> SavedCheckpoint | None:
@@ -175,7 +175,7 @@ class CheckpointFolder:
         return next((one for one in reversed(self.saved) if one.whole and series in (None, one.series)), None)
 
     def is_latest(self, saved: SavedCheckpoint) -> bool:
-        """Return whether it is the latest; with several series, of its own."""
+        """Return whether it is the latest (of its own series, if there are several)."""
         return saved is self.latest(saved.series if len(self.series) > 1 else None)
 
     def name(self, saved: SavedCheckpoint) -> str:
@@ -334,7 +334,7 @@ def _saved(
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged file. ``tensors``: those in it, with the range if only a part is."""
+    """A damaged file. ``tensors``: the tensors in it, with the range if only a part is in it."""
 
     file: Path
     what: str
@@ -504,7 +504,7 @@ def take_inventory(manifest: Manifest) -> Inventory:
 
 
 def _lives(state: Mapping[str, Any], name: str, entry: TensorEntry) -> str | None:
-    """Return the noted dtype. Checkpoints of other programs have none."""
+    """Return the recorded dtype. Checkpoints of other programs have none."""
     noted = state.get("dtypes")
     if not is_floating(entry.dtype):
         return entry.dtype

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 Progress = Callable[[int], object]
-"""Is called with the number of bytes that were read or written since its last call."""
+"""Called with the number of bytes that were read or written since its last call."""
 
 
 class CheckpointReader:
@@ -184,7 +184,7 @@ _SHOWN = 8
 def mismatch(
     stored: Shapes, wanted: Shapes, what: str, *, allow_missing: bool = False, allow_extra: bool = False
 ) -> str | None:
-    """Describe all differences between the tensors of a checkpoint (or ``what`` has them) and those
+    """Describe all differences between the tensors of a checkpoint (or of ``what``) and those
     of a model: ``checkpoint has 48 tensors, model has 50. Missing: head.bias. Shape differs: wte
     (50257, 768) vs (50304, 768)``. None if all differences are allowed; a different shape never
     is."""
@@ -311,7 +311,7 @@ def _read(path: Path, place: int, into: memoryview) -> None:
 
 
 def _refuse_lfs_pointer(path: Path) -> None:
-    """Raise CheckpointError for a Git LFS pointer, which git keeps instead of a large file."""
+    """Raise CheckpointError for a Git LFS pointer, which git stores instead of a large file."""
     text = path.read_bytes() if path.is_file() and path.stat().st_size < 1024 else b""
     if text.startswith(_LFS_POINTER):
         raise CheckpointError(

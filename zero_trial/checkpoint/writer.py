@@ -56,7 +56,7 @@ class Ranks(Protocol):
 
 
 class SingleRank:
-    """One process that saves by itself."""
+    """A single process that saves alone."""
 
     index = 0
     size = 1
@@ -188,7 +188,7 @@ def commit(
     world: Mapping[str, Any],
     disk: DurableFiles,
 ) -> str:
-    """Take steps 3 and 4, on rank 0. After an error only the temporary folder is removed."""
+    """Do steps 3 and 4, on rank 0. After an error only the temporary folder is removed."""
     try:
         if not folder.is_dir():
             what = "the folder is gone: another run has removed it, or saves under the same tag"
@@ -236,7 +236,7 @@ def _remove_leftovers(final: Path, word: str, disk: DurableFiles) -> None:
 
 
 def agree(ranks: Ranks, final: Path, label: str, act: Callable[[], str]) -> str:
-    """Let rank 0 act for ``final``; every rank gets its result, or raises its error."""
+    """Run an action for ``final`` on rank 0; every rank gets its result, or raises its error."""
     outcome: dict[str, str] | None = None
     if ranks.index == 0:
         try:

@@ -1,4 +1,4 @@
-"""The named axes that ranks live on, and the only door to torch.distributed."""
+"""The named axes of ranks, and the only package that communicates through torch."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ Sum = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 Counts = Sequence[Sequence[int]]
 
 
-# Gets this rank's part of a sum and its peers' contributions, by axis index, before it is used.
+# Called with this rank's part of a sum and its peers' parts, by axis index, before their use.
 Look = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], None]
 
 # A collective as a generator: starts when its first works are requested. After the caller has
@@ -88,7 +88,7 @@ class Transport:
         return torch.empty(numel, dtype=dtype)
 
     def trim(self) -> None:
-        """Give the memory of buffers that are gone back to the system."""
+        """Return the memory of dropped buffers to the system."""
 
 
 class NativeTransport(Transport):
@@ -175,7 +175,7 @@ class DirectTransport(Transport):
 
 
 def peers_from(index: int, size: int) -> list[int]:
-    """Return the other ranks' axis indices, from the right-hand neighbour on."""
+    """Return the other ranks' axis indices, from the right-hand neighbor on."""
     return [(index + distance) % size for distance in range(1, size)]
 
 
@@ -382,7 +382,7 @@ class SharedTransport(Transport):
 
 # --- sums in one order ----------------------------------------------------------------------------
 
-# elements: what torch adds in between stays in a core's cache, and costs no new pages
+# elements: torch's intermediate sums of this size stay in a core's cache and need no new pages
 CHUNK = 1 << 17
 
 

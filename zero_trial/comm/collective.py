@@ -286,7 +286,7 @@ class AxisComm:
         return [json.loads(bytes(row[:n].cpu().tolist())) for row, n in zip(rows, sizes, strict=True)]
 
     def barrier(self, label: str) -> None:
-        """Return when every rank of the axis has called this method."""
+        """Block until every rank of the axis has called this method."""
         if self.size > 1:
             self.all_reduce_small(torch.zeros(1, device=self.control_device), label)
 

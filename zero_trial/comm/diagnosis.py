@@ -1,5 +1,5 @@
-"""What a slow or failed collective means: what each rank notes of its collectives, and pure
-functions of what the ranks have noted."""
+"""Diagnosis of slow or failed collectives: what each rank records about its collectives, and pure
+functions of these records."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RankPosition(NamedTuple):
     since: float = 0.0  # time.time() of entering it
     inside: bool = False  # still waiting in it
     gave_up: bool = False  # it raised a MeshError there and no longer waits
-    # The collective that it waits for. The rest only of a rank that waits long: how many calls it
+    # The collective that it waits for. Set only on a rank that waits long: how many calls it
     # has made on each axis, and its line of user code.
     call: Call | None = None
     calls: Mapping[str, int] | None = None
@@ -89,8 +89,8 @@ _ALONE = (
 
 
 def way_out(operations: Mapping[int, str]) -> str:
-    """Return what to do where ranks are in these operations at one time; empty unless one of them
-    gathers parameters (ZeRO stage 3)."""
+    """Return advice for ranks that are in these operations at the same time; empty unless one of
+    the operations gathers parameters (ZeRO stage 3)."""
     blocks = {rank: found[1] for rank, operation in operations.items() if (found := _GATHER.match(operation))}
     if not blocks:
         return ""
@@ -102,7 +102,7 @@ def way_out(operations: Mapping[int, str]) -> str:
 
 
 def with_way_out(text: str, positions: Positions) -> str:
-    """Return ``text``, with the way out of these positions behind it where there is one."""
+    """Return ``text``, followed by advice for these positions if there is any."""
     way = way_out({rank: at.operation for rank, at in positions.items() if at is not None})
     return f"{text.rstrip('.')}. {way}" if way else text
 
@@ -113,7 +113,7 @@ def diagnose(positions: Positions, own: int, here: str, error: Exception, timeou
     Args:
         positions: of all ranks of the collective.
         here: this rank, its step and the operation, in the error.
-        timeout: seconds that a wait might take.
+        timeout: seconds that a wait may take.
     """
     text = printable(error)
     if waiting := crossed(positions, own):
@@ -132,8 +132,7 @@ def diagnose(positions: Positions, own: int, here: str, error: Exception, timeou
 
 def crossed(positions: Positions, own: int) -> list[int]:
     """Return the ranks that wait for ``own`` in a collective that it has not called, while it waits
-    for them in one that they have not called: no wait ends. Ranks that are only slow are not among
-    them."""
+    for them in one that they have not called: a deadlock. Ranks that are only slow are excluded."""
     mine = positions.get(own)
     if mine is None or mine.call is None or not mine.inside:
         return []
@@ -142,8 +141,8 @@ def crossed(positions: Positions, own: int) -> list[int]:
 
 
 def _never_meet(mine: RankPosition, at: RankPosition) -> bool:
-    """Return whether two ranks that wait are in different calls of one number on one axis, or each
-    in one that the other has not made."""
+    """Return whether two waiting ranks are in different calls with the same number on one axis, or
+    each in a call that the other has not made."""
     if mine.call is None or at.call is None:
         return False
     if mine.call[:2] == at.call[:2]:
@@ -152,13 +151,13 @@ def _never_meet(mine: RankPosition, at: RankPosition) -> bool:
 
 
 def _lacks(at: RankPosition, call: Call) -> bool:
-    """Return whether a rank that waits is on the axis of ``call`` and has not made it."""
+    """Return whether a waiting rank is on the axis of ``call`` and has not made that call."""
     axis, number, _ = call
     return (at.calls or {}).get(axis, number) < number
 
 
 def _crossing(positions: Positions, own: int, waiting: list[int], here: str) -> MeshError:
-    """Return the MeshError where ranks wait for each other in different collectives."""
+    """Return the MeshError for ranks that wait for each other in different collectives."""
     mine = positions[own]
     both = {rank: at.operation for rank, at in positions.items() if at is not None and rank in (own, *waiting)}
     return MeshError(
@@ -194,7 +193,7 @@ def _lost_peer(positions: Positions, own: int, text: str) -> tuple[str, str]:
 
 
 def _absent_peer(positions: Positions, own: int, text: str, timeout: float) -> tuple[str, str] | None:
-    """Return what a timeout or a mismatch of collectives means; None for other errors."""
+    """Return cause and fix for a timeout or mismatched collectives; None for other errors."""
     others = listing(positions, own)
     order = f"The ranks disagree about the next collective: {others}. Every rank must make the same collective calls in the same order."
     if ELSEWHERE in text:
@@ -213,7 +212,7 @@ def _absent_peer(positions: Positions, own: int, text: str, timeout: float) -> t
     if "timed out" not in text.lower():
         return None
     mine = positions[own]
-    # another name under the same number; a rank that is further on has passed this one
+    # another name under the same number; a rank that is further ahead has left this call
     if mine and any(
         at and at.sequence == mine.sequence and at.operation != mine.operation for at in positions.values()
     ):
@@ -239,7 +238,7 @@ def behind(positions: Positions, own: int) -> list[int]:
 
 
 def names(ranks: Iterable[int]) -> str:
-    """Return ``rank 1, rank 2``; of many ranks the first ones and how many more there are."""
+    """Return ``rank 1, rank 2``; if there are many, the first ones and a count of the rest."""
     return _first_ones([f"rank {rank}" for rank in ranks], ", ")
 
 

@@ -1,6 +1,6 @@
 """The mesh: named axes of ranks, with this rank's coordinate, size and communicator on each.
 
-The axes, outermost first, are ``pipe``, ``replica``, ``shard``, ``model``: neighbouring ranks
+The axes, outermost first, are ``pipe``, ``replica``, ``shard``, ``model``: neighboring ranks
 differ in the innermost axis, so that the axes with the most traffic per step stay on one host.
 
     MeshShape               which rank has which coordinates, and which ranks form a group; pure
@@ -67,7 +67,7 @@ class MeshShape:
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Return all groups of ranks that differ only on ``axes``; every rank is in exactly one.
 
-        Sorted, so that all ranks build them alike.
+        Sorted, so that all ranks build them in the same order.
         """
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -84,7 +84,7 @@ class MeshShape:
 _GROUPS: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], float], Any]] = WeakKeyDictionary()
 _DIRECTED_GROUPS: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], float], Any]] = WeakKeyDictionary()
 
-# The mesh that was built last, for DeepSpeed's functions that ask for groups without an engine.
+# The mesh that was built last, for DeepSpeed's functions that return groups without an engine.
 _LATEST: WeakValueDictionary[str, Mesh] = WeakValueDictionary()
 
 # Extra communicators that span several axes: `data` for batches and losses, `world` for everything.
@@ -113,14 +113,14 @@ class Mesh:
         self.pipe, self.replica, self.shard, self.model = (axes[name] for name in AXES)
         self.data = axes["data"]
         self.world = axes["world"]
-        # (part, parts) of a model that is parallel itself: ranks with other parts have other
-        # tensors of the same names.
+        # (part, parts) of a model that is parallel itself: other parts have different tensors under
+        # the same names.
         self.model_part = model_part if model_part is not None else (self.coordinates["model"], shape.model)
         _LATEST["mesh"] = self
 
 
 def latest_mesh() -> Mesh | None:
-    """Return the mesh that this process built last, while an engine or another owner keeps it."""
+    """Return the mesh that this process built last, while an engine or another owner holds it."""
     return _LATEST.get("mesh")
 
 
@@ -129,15 +129,14 @@ def build_mesh(
 ) -> Mesh:
     """Build the mesh of ``shape`` for this rank.
 
-    Collective over the world the first time that a shape is asked for.
+    Collective over the world the first time that a shape is requested.
 
     Args:
         timeout: seconds that a wait may take.
-        shared_memory: let CPU ranks of one host exchange tensors through memory that they share,
-            where they can.
-        add: makes the sums of CPU tensors.
+        shared_memory: let CPU ranks of one host exchange tensors through shared memory if they can.
+        add: computes the sums of CPU tensors.
 
-    Raises MeshError when the shape does not have as many ranks as the world.
+    Raises MeshError unless the shape has as many ranks as the world.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
     if shape.world_size != world:
@@ -155,17 +154,17 @@ def build_mesh(
     if shared_memory:
         for axis in axes.values():
             share_memory_if_possible(axis)
-    counters.reset()  # building the mesh is not its user's traffic
+    counters.reset()  # do not count the traffic of building the mesh
     travel = ", ".join(f"{name} {axis.size}: {axis.transport_name}" for name, axis in axes.items() if axis.size > 1)
     log.debug("mesh of rank %d at %s; tensors on the host over %s", rank, shape.coordinates(rank), travel or "no axis")
     return Mesh(shape, rank, axes, counters, heartbeat)
 
 
 def part_of_pipe(mesh: Mesh, stages: tuple[int, ...], name: str) -> AxisComm | None:
-    """Return a communicator between the ranks ``stages`` of this rank's pipeline, for what only
-    they share; None on other ranks.
+    """Return a communicator between the ranks ``stages`` of this rank's pipeline, for data that
+    only they share; None on other ranks.
 
-    All ranks of the world must call it alike: torch builds groups together.
+    Collective over the world, with the same arguments: torch builds groups collectively.
     """
     own: AxisComm | None = None
     for line in mesh.shape.groups("pipe"):
@@ -195,7 +194,7 @@ def mesh_around(
 
     ``model_group`` (get_model_parallel_group) makes the model axis; without it the client handles
     that axis, and ``model_size`` only enters the shape, so that batch arithmetic is right. Each
-    data-parallel group of the client is taken for a part of the model of its own. Collective over
+    data-parallel group of the client counts as a separate part of the model. Collective over
     the world.
     """
     rank, world = (dist.get_rank(), world_size()) if is_distributed() else (0, 1)
@@ -236,9 +235,9 @@ def _group(ranks: tuple[int, ...], timeout: float) -> Any:
 
 
 def _made_once(known: dict[tuple[tuple[int, ...], float], Any], ranks: tuple[int, ...], timeout: float) -> Any:
-    """Return the group of ``ranks`` from ``known``, made the first time. Collective over the world.
+    """Return the group of ``ranks`` from ``known``, or create it. Collective over the world.
 
-    ``timeout`` (seconds) is the group's own, too: NCCL's watchdog bounds a collective on a device
+    ``timeout`` (seconds) is also set on the group: NCCL's watchdog bounds a collective on a device
     by it, since the host does not wait for that collective.
     """
     if (ranks, timeout) not in known:
@@ -256,8 +255,8 @@ _SharedAxis = tuple[dict[int, mmap], CallBoard]
 
 @dataclass
 class _Host:
-    """This process's arena (None where the system has no such memory) and its peers', and what the
-    ranks of each axis found out (None: they cannot read each other's memory). The answer costs two
+    """This process's arena (None if the system has no such memory) and its peers', and the result
+    for each axis (None: its ranks cannot read each other's memory). Finding it costs two
     exchanges."""
 
     arena: Arena | None
@@ -272,7 +271,7 @@ _HOSTS: WeakKeyDictionary[Any, _Host] = WeakKeyDictionary()  # by world
 def share_memory_if_possible(comm: AxisComm) -> bool:
     """Let ``comm`` use shared memory if every rank can read every other's.
 
-    Collective over the axis the first time that it is asked.
+    Collective over the axis on the first call.
 
     Each rank writes a random number into its arena; a peer that reads another number, or nothing,
     is on another host or in another container.
@@ -322,7 +321,7 @@ def _probe(comm: AxisComm, host: _Host) -> _SharedAxis | None:
 
 
 def _open_axis(comm: AxisComm, host: _Host, calls: memoryview, rows: list[list[int]]) -> _SharedAxis | None:
-    """Map the arenas of all ranks of the axis; None where one cannot be reached or watched."""
+    """Map the arenas of all ranks of the axis; None if one cannot be reached or watched."""
     others, boards, processes = {}, {}, {}
     try:
         for index, (process, descriptor, size, offset, secret) in enumerate(rows):
@@ -351,15 +350,15 @@ def directed_pairs(shape: MeshShape, hops: Sequence[tuple[int, int]]) -> list[tu
 
 
 def open_direction_groups(mesh: Mesh, hops: Sequence[tuple[int, int]]) -> None:
-    """Give messages along ``mesh.pipe`` a communicator of their own for each of ``hops`` (from
+    """Make a separate communicator for messages along ``mesh.pipe`` for each of ``hops`` (from
     stage, to stage).
 
-    NCCL runs what is enqueued on a communicator in one order. Two ranks that each send before they
-    receive would deadlock on one that they share; with one for each direction there are only sends
+    NCCL runs the operations of a communicator in one order. Two ranks that each send before they
+    receive would deadlock on a shared one; with one for each direction there are only sends
     on one end and receives on the other, in the same order.
 
-    Collective over the world: all ranks must name the same hops. A communicator that is not used
-    costs nothing but its name.
+    Collective over the world: all ranks must pass the same hops. An unused communicator costs only
+    its name.
     """
     known = _DIRECTED_GROUPS.setdefault(dist.group.WORLD, {})
     stage_of = {rank: stage for stage, rank in enumerate(mesh.pipe.ranks)}

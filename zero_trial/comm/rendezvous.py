@@ -45,7 +45,7 @@ from zero_trial.util.failures import add_note, known_fault
 log = logging.getLogger("zero_trial")
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
-_LONG_WAIT_SECONDS = 10.0  # for other ranks, before a line says so
+_LONG_WAIT_SECONDS = 10.0  # for other ranks, before the wait is logged
 _LINES_SECONDS = 60.0  # between further lines
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class RankEnv:
 
 # (rank, world size, local rank, ranks on this host); the first set whose rank and size are both
 # present wins. DeepSpeed's launcher names the last LOCAL_SIZE, and a program that starts its ranks
-# itself, such as a test, sets it to announce how many there are going to be.
+# itself, such as a test, sets it to announce how many there will be.
 _VARIABLE_SETS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -125,8 +125,8 @@ def launcher_error_file() -> str | None:
 
 
 def own_store_address(method: str, environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """Return host and port where rank 0 keeps the store of the meeting place ``method``; None where
-    another process does, or it is a file."""
+    """Return host and port where rank 0 keeps the store of the meeting place ``method``; None if
+    another process does, or if it is a file."""
     source = os.environ if environ is None else environ
     if method.startswith("tcp://"):
         place = urlsplit(method)
@@ -148,8 +148,8 @@ def meeting_place(distributed_port: int, environ: Mapping[str, str] | None = Non
 
 # --- the process group ----------------------------------------------------------------------------
 
-# One heartbeat per default process group, which is torch's process-wide state; it goes when the
-# group goes.
+# One heartbeat per default process group, which is torch's process-wide state; it ends with the
+# group.
 _HEARTBEATS: WeakKeyDictionary[Any, Heartbeat] = WeakKeyDictionary()
 
 
@@ -171,15 +171,14 @@ def init_distributed(
 
     Args:
         dist_backend: default: the accelerator's own (NCCL for CUDA) with gloo for the host, or
-            gloo alone. NCCL (``"nccl"``, ``"cpu:gloo,cuda:nccl"``) is gloo where torch is built
-            for CPUs only, which a warning says: scripts for GPUs name it. Elsewhere a host on which
-            torch sees no GPU is refused.
-        distributed_port: where rank 0 listens if the launcher has named no port.
+            gloo alone. NCCL (``"nccl"``, ``"cpu:gloo,cuda:nccl"``) becomes gloo, with a warning, if
+            torch is built for CPUs only, since scripts for GPUs request it. Otherwise a host on
+            which torch sees no GPU is refused.
+        distributed_port: rank 0's port if the launcher has set none.
         timeout: seconds or timedelta, bounds the start and every collective.
-        init_method: ``env://``, ``tcp://host:port`` or ``file://...``, in place of what the
-            launcher has set.
+        init_method: ``env://``, ``tcp://host:port`` or ``file://...``, instead of the launcher's.
         dist_init_required: False raises MeshError if torch.distributed is not running.
-        rank, world_size: in place of the launcher's variables.
+        rank, world_size: instead of the launcher's variables.
         auto_mpi_discovery, verbose: accepted for compatibility: MPI's variables are always read,
             and nothing is printed.
     """
@@ -213,7 +212,7 @@ def init_distributed(
             dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=limit)
     except (RuntimeError, ValueError) as error:
         raise rendezvous_error(env, error, []) from error
-    # torch would warn of a group that is still there
+    # torch would warn about a group that still exists
     atexit.register(destroy_distributed)
     return env
 
@@ -221,8 +220,8 @@ def init_distributed(
 def _backend(given: str | None, kind: str | None, env: RankEnv) -> str:
     """Return the backend for this rank, on whose host the accelerator is ``kind``.
 
-    Raises MeshError where torch does not have the one that is ``given``, and for NCCL without a
-    GPU: this rank alone would choose gloo, and wait for those that did not.
+    Raises MeshError if torch lacks the ``given`` backend, and for NCCL without a GPU: this rank
+    alone would choose gloo, and wait for the ranks that did not.
     """
     if given is None:
         return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}" if kind else "gloo"
@@ -262,7 +261,7 @@ def destroy_distributed() -> None:
 
 
 def is_distributed() -> bool:
-    """Say whether this process is a member of a process group."""
+    """Return whether this process is a member of a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -314,17 +313,17 @@ def _default_store() -> Any:
 
 KEY = "zero_trial/arrived/"
 CHECKS_PER_SECOND = 500  # of all ranks together, at the store
-# rank 0, whose store goes with it, stays so long for the others to ask who is missing
+# rank 0, whose store ends with it, stays this long so that the others can ask who is missing
 LINGER_SECONDS = 1.0
 
 
 def arrive(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
     """Sign in at ``method``, and return the store once all ranks have. Long waits are logged.
 
-    Raises MeshError that names those that have not within ``limit``.
+    Raises a MeshError that names the ranks that have not signed in within ``limit``.
 
-    Collective. Rank 0 alone waits for every rank's key, and the others for rank 0's word that all
-    are there: the store serves N ranks with N keys, not N².
+    Collective. Only rank 0 waits for every rank's key; the others wait for rank 0's key, which is
+    set last: the store serves N ranks with N keys, not N².
     """
     done, opened, place = threading.Event(), list[Any](), own_store_address(method)
 
@@ -368,10 +367,10 @@ def _arrive(method: str, env: RankEnv, limit: datetime.timedelta, opened: list[A
 
 
 def _wait_for(ready: Callable[[], Any], world_size: int, limit: datetime.timedelta) -> None:
-    """Return when ``ready`` returns True. Raises RuntimeError after ``limit``.
+    """Poll until ``ready`` returns True. Raises RuntimeError after ``limit``.
 
-    Asks again and again, because a wait in the store that times out prints lines of the library's
-    own, and cannot be interrupted.
+    A wait in the store would print the library's own lines when it times out, and could not be
+    interrupted.
     """
     deadline, nap = time.monotonic() + limit.total_seconds(), 0.002
     while not ready():
@@ -384,9 +383,9 @@ def _wait_for(ready: Callable[[], Any], world_size: int, limit: datetime.timedel
 def open_store(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
     """Open the store of the meeting place ``method``.
 
-    Waits for the rank that keeps it, and for no other.
+    Waits only for the rank that hosts the store.
 
-    Raises RuntimeError or ValueError where it cannot be opened.
+    Raises RuntimeError or ValueError if it cannot be opened.
     """
     address = own_store_address(method)
     if address is None:
@@ -444,8 +443,8 @@ def fail_together(
     raises its own error instead, and the other ranks raise ``others(fault)``, which names the rank
     and has the exit code of that rank's error. An error that is not a ZeroTrialError or OSError is
     a mistake in a program: its own rank raises it unchanged. A MeshError passes at once, because
-    the ranks can no longer be asked. A rank that failed and cannot tell the others, because one is
-    gone, raises its own error.
+    the ranks can no longer be asked. A rank that failed and cannot notify the others, because one
+    has ended, raises its own error.
     """
     try:
         result = act()
@@ -490,7 +489,7 @@ def raise_together(
 # --- leaving early, together ----------------------------------------------------------------------
 
 PERIOD_SECONDS = 0.5
-GRACE_SECONDS = 3.0  # for a rank that is about to end by itself
+GRACE_SECONDS = 3.0  # for a rank that is about to end anyway
 CLAIM_KEY = "zero_trial/claim/"
 
 
@@ -516,7 +515,7 @@ class ExitNotice:
     def claim(self, name: str) -> bool:
         """Claim ``name``; return whether this rank is the first.
 
-        Where the store is gone, each rank is.
+        If the store is gone, each rank is the first.
         """
         if name in self._own:
             return False
@@ -529,7 +528,7 @@ class ExitNotice:
             return True
 
     def claimed(self, name: str) -> bool:
-        """Say whether any rank has claimed ``name``."""
+        """Return whether any rank has claimed ``name``."""
         if name in self._own:
             return True
         try:
@@ -565,7 +564,7 @@ class ExitNotice:
 
 
 def _leave_process() -> None:
-    """End this process at once with code 0; what was printed is kept."""
+    """End this process at once with code 0, after flushing its output."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

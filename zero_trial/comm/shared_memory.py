@@ -198,7 +198,7 @@ class PeerProcesses:
         weakref.finalize(self, close_all, *self._watches.values())
 
     def wait_for(self, index: int, numbers: memoryview, at: int, least: int, timeout: float) -> None:
-        """Return when axis index ``index`` has written ``least`` or more at ``numbers[at]``
+        """Wait until axis index ``index`` has written ``least`` or more at ``numbers[at]``
         (int64).
 
         Raises RuntimeError if its process has ended (``closed``), if the ranks wait for each other,

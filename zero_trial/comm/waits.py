@@ -49,13 +49,13 @@ from zero_trial.util.failures import known_fault, line_being_run
 
 log = logging.getLogger("zero_trial.waits")
 
-PERIOD_SECONDS = 0.25  # how often the thread looks, which is local
+PERIOD_SECONDS = 0.25  # how often the thread checks, which is local
 WRITES_PER_SECOND = 100  # of all ranks together, to the store
-# a rank that has not moved for so long publishes that at once, in a world of any size
+# a rank that has not moved for this long publishes that at once, in a world of any size
 STILL_SECONDS = 10.0
 # a wait that takes longer is reported while it lasts, again at 20, 40, 80 ... seconds
 SLOW_SECONDS = 10.0
-# a rank that has not moved for so long says at which line, and, if it waits, looks whether others
+# a rank that has not moved for this long reports its line and, if it waits, checks whether others
 # wait for it
 STUCK_SECONDS = 2.0
 _LOOKED_AT = 8  # so many ranks, the first of the axis: of two halves that wait for each other, one is theirs
@@ -87,7 +87,7 @@ class CallOrder:
         self.count = 0
         self.digest = zlib.crc32(b"%d" % number)
         self._recent: deque[tuple[int, str]] = deque(maxlen=KEPT_CALLS)
-        self.call: Call | None = None  # the last; none where the axis has one rank
+        self.call: Call | None = None  # the last; none if the axis has one rank
 
     def note(self, name: str) -> int:
         """Note a call; return the tag of its messages."""
@@ -157,7 +157,7 @@ class Heartbeat:
         self, operation: str, among: tuple[int, ...] = (), call: Call | None = None, *, again: bool = False
     ) -> None:
         """Note that the main thread enters its next collective, with the ranks ``among``;
-        ``again``: waits for one that it began earlier. ``call``: see :attr:`CallOrder.call`."""
+        ``again``: to wait for one that it began earlier. ``call``: see :attr:`CallOrder.call`."""
         self.sequence += not again
         self._among = among
         self._now = RankPosition(self.step, self.sequence, operation, time.time(), True, False, call)
@@ -226,7 +226,7 @@ class Heartbeat:
             found = RankPosition(**json.loads(self._store.get(key)))
             if found.call is None:
                 return found
-            axis, number, digest = found.call  # a list, as JSON has it
+            axis, number, digest = found.call  # a list, because it comes from JSON
             return found._replace(call=(axis, number, digest))
         except (RuntimeError, ValueError, TypeError):
             # the store's process is gone, or the entry is damaged
@@ -381,7 +381,7 @@ class Pending:
         self._works: Works | None = next(steps, None)  # None: the collective is over
 
     def wait(self) -> Any:
-        """Return when the collective is over on all ranks. Repeatable. Raises MeshError."""
+        """Wait until the collective is over on all ranks. Repeatable. Raises MeshError."""
         if self._failed:
             raise MeshError("this collective failed earlier", where=self._label, fix="Look for its first error above.")
         if self._works is not None:
@@ -422,7 +422,7 @@ class Pending:
         return self._works is None or self._failed
 
 
-# A collective of one rank: the result is there.
+# A collective of one rank: the result is complete.
 DONE = Pending(Watchdog(Heartbeat(None, 0, 1), (0,), 0.0), "", iter(()))
 
 

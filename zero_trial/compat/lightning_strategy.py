@@ -41,7 +41,7 @@ _TRAINERS = {
     "fp16": "precision",
     "torch_autocast": "precision",
 }
-"""Keys of a ds_config -> the Trainer's argument that says the same."""
+"""Keys of a ds_config -> the Trainer's argument with the same meaning."""
 _OPTIONS = {
     *("accelerator", "parallel_devices", "cluster_environment", "precision_plugin", "process_group_backend"),
     *("timeout", "start_method", "broadcast_buffers"),
@@ -51,11 +51,11 @@ _CALLBACKS = {
     ModelPruning: "Prune before fit, and keep the mask with a parametrization of your own.",
     BaseFinetuning: "Set requires_grad before fit; to unfreeze, save, and fit again from that checkpoint's weights.",
 }
-"""Callbacks that change the weights or the optimizer past the engine -> what to do instead."""
+"""Callbacks that change the weights or the optimizer without the engine -> what to do instead."""
 _ENGINES: WeakKeyDictionary[LightningModule, ReferenceType[Engine]] = WeakKeyDictionary()
 """Module -> the engine that a Trainer has left around it."""
 _LATEST: list[Engine] = []
-"""The last Trainer's engine: it has its module's values, also where that Trainer is gone."""
+"""The last Trainer's engine: it has its module's values, even if that Trainer no longer exists."""
 
 
 class _ClipsModule:

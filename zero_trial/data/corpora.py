@@ -20,10 +20,10 @@ class ByteDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Windows of ``sequence`` bytes and the bytes that follow each of them: item i is ``(inputs,
     targets)``, both (sequence,) int64.
 
-    ``text`` is 1-D uint8. Windows do not overlap in what they predict: window i starts at i *
-    sequence. With ``windows`` given, that many windows are spread evenly over the whole text
+    ``text`` is 1-D uint8. Windows do not overlap in the bytes that they predict: window i starts at
+    i * sequence. With ``windows`` given, that many windows are spread evenly over the whole text
     instead (a validation set of bounded cost that is not a prefix). An item depends on its index
-    only, so shuffling, sharding and resuming are the sampler's business alone.
+    only, so shuffling, sharding and resuming are left to the sampler.
     """
 
     def __init__(self, text: torch.Tensor, sequence: int, windows: int | None = None) -> None:
@@ -82,7 +82,7 @@ def xz_bits_per_byte(val: torch.Tensor, max_bytes: int = 4_000_000) -> float:
     in bits per input byte.
 
     xz sees the validation text alone and learns while it reads; the model has seen other files
-    before. It is a yardstick, not a like for like rival.
+    before. It is a yardstick, not a like-for-like comparison.
     """
     _not_empty(val)
     sample = val[:max_bytes].numpy().tobytes() if max_bytes < val.numel() else val.numpy().tobytes()
@@ -100,12 +100,12 @@ _STDLIB_SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-package
 
 _STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 
-_TEXT_PROBE_BYTES = 8192  # a file with a zero byte in its first 8 KiB is taken for binary
+_TEXT_PROBE_BYTES = 8192  # a file with a zero byte in its first 8 KiB counts as binary
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Which text this is: counts of files and bytes, and a sha256 over the files' sorted sums."""
+    """Identifies the text: counts of files and bytes, and a sha256 over the files' sorted sums."""
 
     files: int
     bytes: int
@@ -118,13 +118,13 @@ class Fingerprint:
 @dataclass(frozen=True)
 class Corpus:
     """``train`` and ``val``: 1-D uint8 tensors, the files of each side end to end. No file is on
-    both sides, unless there is one only, whose end is ``val``.
+    both sides, unless there is only one file, whose end is ``val``.
 
     Figures such as bits per byte compare only between corpora with the same fingerprint.
     """
 
     source: str
-    split: str  # "by file", or "by position" where there is one file only
+    split: str  # "by file", or "by position" if there is only one file
     train: torch.Tensor
     val: torch.Tensor
     fingerprint: Fingerprint
@@ -158,13 +158,13 @@ def local_corpus(
     """Read ``source``: ``"stdlib"`` (Python's own library, without its tests), a folder, or one
     file.
 
-    Files are read in sorted order and exact duplicates dropped. A file belongs to validation when
-    its sha256 falls in the first ``val_share`` of all hashes, so the split needs no random state
-    and does not move when files are added. One file alone is cut by position: its last
-    ``val_share`` is validation. ``suffixes`` defaults to ``.py`` for the standard library and to
-    every file that is not binary elsewhere; hidden files and folders are not read. ``max_bytes``
+    Files are read in sorted order and exact duplicates dropped. A file belongs to validation if its
+    sha256 falls in the first ``val_share`` of all hashes, so the split needs no random state
+    and does not move when files are added. A single file is cut by position: its last
+    ``val_share`` is validation. ``suffixes`` defaults to ``.py`` for the standard library and
+    otherwise to every file that is not binary; hidden files and folders are not read. ``max_bytes``
     keeps whole files, chosen by hash (an even sample, not the first letters of the alphabet), up to
-    that many bytes. Raises DataError when there is nothing to read.
+    that many bytes. Raises DataError if there is nothing to read.
     """
     if not 0.0 < val_share < 1.0:
         raise DataError("the validation share must be between 0 and 1", where="local_corpus(val_share)", got=val_share)

@@ -1,4 +1,4 @@
-"""Small grey images of letters, with labels, drawn from the fonts on this machine and split by font
+"""Small gray images of letters, with labels, drawn from the fonts on this machine and split by font
 family.
 
 Two numbers over such images may be compared only when their fingerprints are equal: another version
@@ -31,10 +31,10 @@ _FONT_SUFFIXES = (".ttf", ".otf")
 
 _HELD_OUT = 0.2  # of font families, at least one
 
-_SYMBOL_FONTS = ("cmex10", "cmsy10")  # they have signs in place of letters
+_SYMBOL_FONTS = ("cmex10", "cmsy10")  # they have symbols instead of letters
 
 
-# of the image's side; so every letter fits, with its descender, at its true size beside the others
+# parts of the image's side: every letter fits, with its descender, at its true relative size
 _EM = 0.72
 
 _BASELINE = 0.74
@@ -42,7 +42,7 @@ _BASELINE = 0.74
 _OVERSAMPLING = 4
 
 
-# degrees, of the side, of the size: how far a variant may go
+# largest rotation in degrees, shift (part of the side) and scaling (part of the size) of a variant
 MAX_TURN, MAX_SHIFT, MAX_SCALE = 8.0, 0.06, 0.12
 
 Split = Literal["train", "validation"]
@@ -53,7 +53,7 @@ class GlyphImages:
     """``images`` [N, 1, S, S] uint8, 0 is paper and 255 is ink; ``labels`` [N] int64 index
     ``classes``.
 
-    ``sources`` names the fonts or says how many files there are; ``fingerprint`` is a sha256 over
+    ``sources`` lists the fonts or counts the files; ``fingerprint`` is a sha256 over
     images and labels.
     """
 
@@ -97,10 +97,10 @@ def glyph_images(
 
     Whole families are held out for ``"validation"`` (the fifth of them whose names hash lowest), so
     no validation letter was seen in another weight or slant. The first variant is upright and
-    centred; each further one is turned, shifted and scaled a little, by amounts that follow from
+    centered; each further one is rotated, shifted and scaled a little, by amounts that follow from
     its name, so the same call gives the same images. ``fonts``: a folder of .ttf and .otf files; by
     default those that come with matplotlib. Fonts without all of ``characters`` are left out. Needs
-    Pillow. Raises DataError when there is nothing to draw with.
+    Pillow. Raises DataError if no font can be used.
     """
     _check_request(size, characters, split, variants)
     faces = _faces(fonts, characters)
@@ -142,7 +142,7 @@ def _faces(fonts: str | Path | None, characters: str) -> list[_Face]:
         if path.suffix.lower() in _FONT_SUFFIXES and path.stem not in _SYMBOL_FONTS:
             font = _font(path, 32)
             if _covers(font, characters):
-                name = font.getname()[0] or ""  # Computer Modern's members each name themselves
+                name = font.getname()[0] or ""  # each Computer Modern font has its own family name
                 family = "Computer Modern" if re.fullmatch(r"cm[a-z]+\d+", name) else name
                 found.append(_Face(path, path.stem, family))
     if not found:
@@ -218,12 +218,12 @@ _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
 
 def image_folder(folder: str | Path, size: int = 32, split: Split = "train", *, val_share: float = 0.1) -> GlyphImages:
-    """Return the images below ``folder``, grey, cut to a centred square and scaled; bright is ink.
+    """Return the images below ``folder``, gray, cut to a centered square and scaled; bright is ink.
     A file's class is its subfolder's name.
 
-    A file is validation when its sha256 falls in the first ``val_share`` of all hashes, so the
-    split does not move when files are added. Raises DataError when a side is empty or a file is not
-    an image.
+    A file belongs to validation if its sha256 falls in the first ``val_share`` of all hashes, so
+    the split does not move when files are added. Raises DataError if a side is empty or a file is
+    not an image.
     """
     _check_request(size, "ab", split, 1)
     root = Path(folder).expanduser()

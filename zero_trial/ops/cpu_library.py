@@ -1,8 +1,8 @@
-"""The CPU library: which of its copies this process runs, and how it is built from csrc/ where it
-is not there yet.
+"""The CPU library: which of its copies this process runs, and how it is built from csrc/ if it does
+not exist yet.
 
 ``ZERO_TRIAL_OPS`` chooses: ``auto`` (native where possible, else plain torch, logged once),
-``reference`` (plain torch) or ``native`` (an error where it is not possible).
+``reference`` (plain torch) or ``native`` (an error if that is not possible).
 
 The machine's C++ compiler builds the library once, into a cache folder that all processes share.
 Every source is compiled without contraction; the kernels once per instruction set, with that set's
@@ -73,7 +73,7 @@ Native = TypeVar("Native")
 @dataclass
 class Backend(Generic[Native]):
     """What runs the ops on one kind of device: ``native``, or plain torch because of ``why``.
-    ``strict``: native was asked for, and nothing else is accepted."""
+    ``strict``: native was requested, and nothing else is accepted."""
 
     native: Native | None
     why: str = ""
@@ -90,14 +90,14 @@ class Backend(Generic[Native]):
 
 @cache
 def backend() -> Backend[CPULibrary]:
-    """Return what this process runs on CPU; the first call chooses, and builds where necessary."""
+    """Return what this process runs on CPU; the first call chooses, and builds if necessary."""
     return choose(os.environ, "CPU", open_native)
 
 
 def choose(
     environ: Mapping[str, str], kind: str, open_kernels: Callable[[Mapping[str, str]], Native]
 ) -> Backend[Native]:
-    """Choose what ``ZERO_TRIAL_OPS`` asks for. Raises ConfigError for an unknown value,
+    """Choose as ``ZERO_TRIAL_OPS`` requests. Raises ConfigError for an unknown value,
     KernelUnavailable if ``native`` is not possible."""
     wanted = environ.get(VARIABLE) or "auto"
     if wanted not in CHOICES:
@@ -119,12 +119,12 @@ def choose(
 
 
 def open_native(environ: Mapping[str, str]) -> CPULibrary:
-    """Load the library, built where it is not in the cache. Raises KernelUnavailable."""
+    """Load the library, building it if it is not in the cache. Raises KernelUnavailable."""
     kept = KernelCache(cache_folder(environ))
     image = kept.get(library_name(), lambda: build(find_compiler(environ)))
     try:
-        # A file without a place: nothing changes it, and no folder is mounted noexec. It stays
-        # open, because the loader takes a path that it has seen for the library loaded from it.
+        # An anonymous file: nothing changes it, and no noexec mount applies. It stays open, because
+        # the loader assumes that a path it has seen is the library loaded from it.
         handle = os.memfd_create("zero_trial_kernels")
         with open(handle, "wb", closefd=False) as file:
             file.write(image)
@@ -224,7 +224,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def open_to_others(folder: Path) -> str:
-    """Say which other users could have written into an existing folder; empty if none."""
+    """Return which other users could have written into an existing folder; empty if none."""
     found = os.stat(folder)
     if found.st_uid not in (os.geteuid(), 0):
         return f"{folder} belongs to another user ({found.st_uid})"
@@ -236,17 +236,17 @@ class KernelCache:
     """Compiled kernels, a file each: checked when it is read, replaced in one step when it is
     written.
 
-    A ``folder`` that cannot be written, or that other users can write, keeps nothing: each process
-    compiles for itself then, and logs that.
+    A ``folder`` that cannot be written, or that other users can write, stores nothing: each process
+    then compiles for itself, and logs that.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.trouble = ""  # why nothing is kept
+        self.trouble = ""  # why nothing is cached
 
     def get(self, name: str, make: Callable[[], bytes]) -> bytes:
-        """Return the image of that name, from the folder or made. A broken file counts as missing
-        and is replaced. Of processes that start together one makes it, and the others wait."""
+        """Return the image of that name, from the folder or built. A broken file counts as missing
+        and is replaced. Of processes that start together, one builds it and the others wait."""
         found = self._read(name)
         if found is None:
             with self._turn():
@@ -270,7 +270,7 @@ class KernelCache:
     def _turn(self) -> Iterator[None]:
         """Hold the lock of the folder, which is released when the process ends."""
         with ExitStack() as held:
-            with suppress(OSError):  # where nothing can be kept, nothing is waited for
+            with suppress(OSError):  # if nothing can be cached, there is nothing to wait for
                 self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
                 lock = held.enter_context(open(self.folder / "kernels.lock", "w"))
                 fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,5 +1,5 @@
-"""The ops on CUDA tensors: a few launches of the kernels of csrc/cuda, or plain torch where no
-kernel supports the tensors. Nothing here waits for the device: the table of pointers and scalars of
+"""The ops on CUDA tensors: a few launches of the kernels of csrc/cuda, or plain torch if no kernel
+supports the tensors. Nothing here waits for the device: the table of pointers and scalars of
 a launch over many tensors is copied to the device in the order of the stream.
 
     launches    a step 1 (per pair of the gradients' and the copies' dtypes; one tensor alone needs
@@ -33,7 +33,7 @@ Kind = tuple[int, int, int, torch.device]  # how gradient, states and copy are s
 
 
 def take_steps(op: OptimizerOp, *given: Any) -> None:
-    """Step all tensors of an op: one launch per kind, plain torch where no kernel supports them."""
+    """Step all tensors of an op: one launch per kind, plain torch if no kernel supports them."""
     cuda = cuda_runtime.cuda_backend().native
     steps, shared = plain.steps_of(op, given)
     kinds: dict[Kind | None, list[TensorStep]] = {}
@@ -110,7 +110,7 @@ def _tiles_of(step: TensorStep) -> int:
 
 def upload(content: bytes, device: torch.device) -> Tensor:
     """Copy the bytes to device memory, in the order of the current stream; the host does not wait.
-    Raises ConfigError in a capture: a replay would copy what the host's memory holds by then."""
+    Raises ConfigError in a capture: a replay would copy the host memory's later content."""
     host = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     if device.type != "cuda":
         return host

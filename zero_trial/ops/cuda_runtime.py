@@ -189,8 +189,8 @@ OPTIONS = ("--std=c++17", "--fmad=false", "--prec-div=true", "--prec-sqrt=true",
 ARCHS = (80, 90, 100)  # A100, H100 and H200, B200: compiled in the tests
 STORED = (FP32, BF16, FP16)
 
-# Blocks of a kernel per multiprocessor: as many as registers allow without spilling; two of them
-# keep enough loads in flight already.
+# Blocks of a kernel per multiprocessor: as many as registers allow without spilling; two already
+# keep enough loads in flight.
 _BLOCKS = {op.struct: op.blocks for op in OPTIMIZERS}
 _NARROW_BLOCKS = 3
 
@@ -235,12 +235,12 @@ def square_sum(stored: int) -> Kernel:
 
 @cache
 def sums() -> Kernel:
-    """Return the kernel that sums those sums."""
+    """Return the kernel that adds up the chunks' sums."""
     return Kernel("square_sum.cu", "zt_sum", (("ZT_TYPE", FP32),))
 
 
 def every_kernel() -> list[Kernel]:
-    """List all kernels that the ops can ask for."""
+    """List all kernels that the ops can request."""
     outs = (NONE, *STORED)
     return [
         *(
@@ -298,7 +298,7 @@ class LoadedKernel:
 
 @dataclass
 class CudaRuntime:
-    """An opened driver with a compiler behind it.
+    """An opened driver and a compiler.
 
     Args:
         image: (kernel, architecture) -> its machine code, or PTX for a newer device.
@@ -322,7 +322,7 @@ class CudaRuntime:
 
     def has(self, kernel: Kernel, where: torch.device) -> bool:
         """Return whether the kernel can be launched there; the first call compiles and loads it.
-        Raises KernelUnavailable where ``strict``."""
+        Raises KernelUnavailable if ``strict``."""
         if (kernel, where) in self._loaded:
             return True
         with self._loading:  # two threads that need the same kernel: the second waits for it
@@ -376,8 +376,8 @@ def cuda_backend() -> Backend[CudaRuntime]:
 
 def native_on(device: torch.device) -> bool:
     """Return whether our kernels run on this kind of device in this process. On a device that
-    another package has registered, they do where torch finds them for it. Tensors without values
-    (meta) stand for a device that has them."""
+    another package has registered, they do if torch finds them for that device. Tensors without
+    values (meta) count as supported."""
     if device.type == "cpu":
         return backend().native is not None
     if device.type == torch._C._get_privateuse1_backend_name():

@@ -24,7 +24,7 @@ class TensorStep(NamedTuple):
     """One tensor of an op.
 
     ``own``: its numbers; ``noise``: key and place of its element 0, if its states are in bf16.
-    ``native``: kernels take the tensors, which are flat arrays on one device: the parameter in
+    ``native``: kernels support the tensors, which are flat arrays on one device: the parameter in
     fp32, gradient and copy in any of the three types.
     """
 

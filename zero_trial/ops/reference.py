@@ -1,5 +1,5 @@
-"""Optimizer arithmetic written out once, plainly, in the letters of the papers: what every faster
-version is compared with.
+"""Optimizer arithmetic, written out once in the symbols of the papers: the reference for every
+faster version.
 
 Each function takes the tensors before a step and returns them after it; nothing is changed in
 place. Any floating dtype works and is kept: with float64 inputs the result is the oracle for fp32
@@ -42,7 +42,7 @@ def adam(
     weight_decay: float = 0.0,
     decoupled: bool = False,
 ) -> AdamResult:
-    """Adam with L2 regularisation: the decay is part of the gradient. ``decoupled``: AdamW
+    """Adam with L2 regularization: the decay is part of the gradient. ``decoupled``: AdamW
     (Loshchilov & Hutter 2019, Algorithm 2, line 12, with the decay scaled by lr as in torch)."""
     m, v = _adam_moments(g if decoupled else g + weight_decay * p, m, v, betas)
     m_hat = m / (1 - betas[0] ** t)  # Kingma & Ba 2015, Algorithm 1: bias-corrected moments

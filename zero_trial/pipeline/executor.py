@@ -27,7 +27,7 @@ from zero_trial.util.failures import known_fault, user_frame
 HAS_ITERATOR, GOT, SAMPLES, LEAST, MOST = range(5)
 
 Read = Callable[[Any], tuple[Any, Any]]
-"""Turns what the iterator gives into (inputs, label) on the device."""
+"""Converts an item of the iterator to (inputs, label) on the device."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from zero_trial.pipeline.schedule import (
 from zero_trial.pipeline.simulator import RankReport
 
 Channels = dict[tuple[int, int], deque[Action]]
-"""(from rank, to rank) -> the receives of what is sent, in the order of sending."""
+"""(from rank, to rank) -> the receives that match the sends, in the order of the sends."""
 
 
 def lower(

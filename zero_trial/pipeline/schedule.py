@@ -19,7 +19,7 @@ from typing import NamedTuple
 from zero_trial.errors import ConfigError
 
 NONE = -1
-"""The number of a chunk, micro-batch or tie in an action that has none."""
+"""The number in an action that has no chunk, micro-batch or tie."""
 
 
 class ActionKind(str, Enum):
@@ -49,7 +49,7 @@ class ActionKind(str, Enum):
 COMPUTE = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
 RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
 COMPLETES = frozenset({ActionKind.B, ActionKind.W})
-"""After these, all gradients of a chunk and micro-batch are there."""
+"""After these, all gradients of a chunk and micro-batch are complete."""
 
 
 # The other end of a message: its kind, and the offset of its chunk.

@@ -151,8 +151,8 @@ def _value(value: Any) -> Value:
 ABSENT = "not there"
 
 _SHARING = ("batch: data-parallel ranks", "batch: train_micro_batch_size_per_gpu", "resources.slots_per_trial", "ranks")
-"""Settings by which ranks share the work: where they differ, rank 0 of the one run has seen other
-samples than rank 0 of the other."""
+"""Settings by which ranks share the work: if they differ, rank 0 of one run has seen other samples
+than rank 0 of the other."""
 
 
 @dataclass(frozen=True)

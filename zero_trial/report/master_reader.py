@@ -426,8 +426,8 @@ def _experiment_status(found: Experiment | Trial) -> Status:
 
 
 Measured = tuple[str, float, float]
-"""One validation as it came to the search: whose, after how many units, and the metric as it was
-reported."""
+"""One validation that the search received: the trial, its length in units, and the reported
+metric."""
 
 
 def bracket_histories(

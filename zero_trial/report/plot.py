@@ -243,7 +243,7 @@ def _draw(line: Line, x: Scale, y: Scale, index: int) -> list[Html]:
 
 
 Place = tuple[str, str]
-"""Where a point is in the drawing's coordinates: from the left, from the top."""
+"""A point in the drawing's coordinates: distance from the left, distance from the top."""
 
 
 def placed(steps: Sequence[float], values: Sequence[float], x: Scale, y: Scale) -> list[Place]:

@@ -18,7 +18,7 @@ from zero_trial.trial.runs.events import is_finite
 from zero_trial.util.text import format_value
 
 MOST_POINTS = 600
-"""Points of a line in a drawing: a pixel each where the drawing is as wide."""
+"""Points of a line in a drawing: one per pixel if the drawing is this wide."""
 
 
 class Tone(str, Enum):

@@ -44,7 +44,7 @@ from zero_trial.util.text import format_bytes, format_count, format_duration, fo
 
 Cell = Callable[[TrialReport], Html]
 Name = Callable[[str], Child]
-"""What stands for a trial in tables: its id, or a link to its page."""
+"""Renders a trial in tables: its id, or a link to its page."""
 
 
 def render_sweep(report: SweepReport) -> str:

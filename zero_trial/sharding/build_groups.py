@@ -1,4 +1,4 @@
-"""The param groups of a model with first values, of its parameters or of files."""
+"""The param groups of a model, with first values from its parameters or from files."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from zero_trial.sharding.precision import DtypePolicy
 from zero_trial.sharding.quantized import opaque_buffers
 
 FirstValues: TypeAlias = Callable[[str, int, int, torch.Tensor], None]
-"""Fills a tensor with elements [start, stop) of the parameter or buffer of a name, flattened and
-rounded first as :meth:`LivingDtypes.of_stored` says. Local."""
+"""Fills a tensor with elements [start, stop) of a named parameter or buffer, flattened and
+first rounded to the dtype of :meth:`LivingDtypes.of_stored`. Local."""
 
 
 def read_shard(
@@ -102,7 +102,7 @@ def _take_from_init(params: Sequence[nn.Parameter]) -> None:
 
 @dataclass(frozen=True)
 class FirstSource:
-    """Where the first values of a model come from, and where they go: see :class:`ShardedModel`."""
+    """The source and the destination of a model's first values: see :class:`ShardedModel`."""
 
     mesh: Mesh
     manual_groups: ManualGroups
@@ -259,7 +259,7 @@ def sync_unmanaged(module: nn.Module, managed: Collection[int], living: LivingDt
     data, exact = source.mesh.data, exact_buffers(module, living.policy)
 
     def stored(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the shape, with the values that are stored on data's first rank."""
+        """Return a tensor of the shape, with the values of the first rank of ``data``."""
         flat = torch.empty(tensor.numel(), dtype=living.of_stored(tensor), device=tensor.device)
         if source.values is not None and data.index == 0 and not source.manual_groups.is_copy(name):
             source.values(name, 0, tensor.numel(), flat)
@@ -269,7 +269,7 @@ def sync_unmanaged(module: nn.Module, managed: Collection[int], living: LivingDt
         if id(param) not in managed:
             values = stored(name, param) if source.values is not None else read_first_values(param)
             if data.index == 0:
-                values = values.contiguous() if is_absent(values) else values  # of one number: expand()
+                values = values.contiguous() if is_absent(values) else values  # an expand() of one number
             elif is_absent(values):  # rank 0 has them
                 values = torch.empty(values.shape, dtype=values.dtype, device=values.device)
             revive(param, values.to(device=source.device, dtype=living.of(param)))

@@ -65,7 +65,7 @@ class _Seen(NamedTuple):
 
 class _Block(NamedTuple):
     """A GatheredParameters block: its parameters, the groups that it has gathered, those that user
-    code had not edited before, and the parameters that were whole."""
+    code had not edited before, and the parameters that were unsharded."""
 
     params: list[nn.Parameter]
     gathered: list[ParamGroup]
@@ -100,16 +100,16 @@ class FullParams:
         self.comm = comm
         self._moved = moved
         self._blocks: list[_Block] = []  # for each open() without its close(), newest last
-        self._scope: nn.Module | None = None  # the module whose state dict was asked for
+        self._scope: nn.Module | None = None  # the module whose state dict was requested
         self._loading = False
         self._gathered: list[ParamGroup] = []  # for the state dict
-        # Modules whose own entries are views still: torch copies nothing, and calls the hooks of a
+        # Modules whose own entries are still views: torch copies nothing, and calls the hooks of a
         # module's children before its own.
         self._uncopied: list[tuple[nn.Module, list[ParamGroup]]] = []
         self._drops_values = False
         self._lists_names: Any = None  # while set, see list_names(): the handle of the hook that ends it
         self._copies = any(group.plan.params is not Lifetime.ALWAYS for group in groups)
-        self._to_host = self._copies  # state_dict() hands out copies in the host's memory
+        self._to_host = self._copies  # state_dict() returns copies in host memory
         self._copied: dict[int, torch.Tensor] = {}  # by parameter: tied names share one
         self.handles: list[Any] = []
         self._places = {id(param): (group, index) for group in groups for index, param in enumerate(group.params)}
@@ -165,7 +165,7 @@ class FullParams:
 
     @torch.no_grad()
     def close(self, params: list[nn.Parameter], source: int | None, *, undo: bool = False) -> None:
-        """See :class:`ShardOwner`. Raises TrialError if the optimizer freed what was edited."""
+        """See :class:`ShardOwner`. Raises TrialError if the optimizer freed edited values."""
         # a generator's block may end after one that was entered inside it
         places = (at for at in reversed(range(len(self._blocks))) if self._blocks[at].params is params)
         block, held = self._blocks.pop(next(places)), self._holding(params)
@@ -178,7 +178,7 @@ class FullParams:
             changed = {id(each.param) for each in block.seen if each.edited()}
             if changed:
                 edited = [name for name, param in self.module.named_parameters() if id(param) in changed]
-                edited = edited or ["a parameter that has left the module"]  # as PEFT's merge takes some out
+                edited = edited or ["a parameter that has left the module"]  # as PEFT's merge removes some
         else:
             self._send_edits(params, held, source)
         for group in block.gathered:
@@ -305,7 +305,7 @@ class FullParams:
     def _after_load(self, part: nn.Module, inside: list[ParamGroup]) -> None:
         if part is self._scope:
             loaded = _ids(part)
-            for block in self._blocks:  # what is loaded is alike on all ranks
+            for block in self._blocks:  # loaded values are equal on all ranks
                 block.seen[:] = [each for each in block.seen if each.group is not None or id(each.param) not in loaded]
             for group in inside:
                 if group.live and group not in self._gathered:

@@ -351,7 +351,7 @@ class GradBuffer:
         return self.full
 
     def end_reduction(self) -> None:
-        """Note that the shard holds a reduced sum; free the full buffer if its plan says so."""
+        """Note that the shard holds a reduced sum; free the full buffer if the plan requires it."""
         self.shard_filled = True
         self._free()
         self.state = GradState.EMPTY if self.group.plan.reduce_at is ReduceAt.MICRO else GradState.REDUCED

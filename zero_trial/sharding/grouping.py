@@ -329,7 +329,7 @@ def collect_params(
 
 
 def saved_buffers(module: nn.Module) -> list[str]:
-    """Return the names of the buffers that a state dict holds; of a shared one its first name."""
+    """Return the names of the buffers that a state dict holds; for a shared one, its first name."""
     unsaved = {id(inner._buffers[name]) for inner in module.modules() for name in inner._non_persistent_buffers_set}
     return [name for name, buffer in module.named_buffers() if id(buffer) not in unsaved]
 

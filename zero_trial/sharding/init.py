@@ -305,7 +305,7 @@ class Init:
             found.clear()
 
     def _give_dtype(self, dtype: torch.dtype) -> None:
-        """Give ``dtype`` to all parameters but those of modules that stay fp32."""
+        """Set the dtype of all parameters except those of modules that stay fp32."""
         policy = DtypePolicy(dtype, dtype, dtype, fp32_modules=self._fp32_modules)
         inside = {id(child) for module in self._modules.values() for child in module.children()}
         roots = [module for number, module in self._modules.items() if number not in inside]
@@ -326,7 +326,7 @@ class Init:
         if before is None or not before.is_meta or param.is_meta:
             self._pending[id(param)] = param
             return
-        # a loader gives values to a module that was built without; they may be quantized
+        # a loader fills a module that was built without values; they may be quantized
         self._pending.pop(id(before), None)
         for each in (param, *scales_of(param).values()):
             self._cut(each)
@@ -364,7 +364,7 @@ _OTHERWISE = {
 
 
 def _require_all_ranks(group: Any, mpu: Any) -> None:
-    """Raise ConfigError where parameters would be cut over other ranks than all."""
+    """Raise ConfigError if parameters would not be cut over all ranks."""
     parts = mpu.get_model_parallel_world_size() if hasattr(mpu, "get_model_parallel_world_size") else 1
     ranks = world_size(group)
     if parts > 1 or ranks != world_size():
@@ -396,7 +396,7 @@ class OnDevice:
         if self._enabled:
             self._block.enter_context(self._device)
             self._block.enter_context(_InDtype(self._dtype))
-            # torch's annotation knows only hooks that return nothing; it puts in what is returned
+            # torch annotates hooks as returning None, but registers a parameter that they return
             handle = register_module_parameter_registration_hook(cast("Callable[..., None]", self._moved))
             self._block.callback(handle.remove)
 
@@ -406,7 +406,7 @@ class OnDevice:
         self._block.close()
 
     def _moved(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        """Return a parameter in place of one that other functions have made."""
+        """Return a parameter to replace one that other functions have created."""
         if param is None:
             return None
         dtype = self._dtype if param.is_floating_point() else param.dtype
@@ -416,7 +416,7 @@ class OnDevice:
 
 
 class _InDtype(TorchFunctionMode):
-    """Casts what the functions that allocate return."""
+    """Casts the results of functions that allocate."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -205,18 +205,18 @@ def clip_factor(norm: float, limit: float) -> float:
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
 
 
-# A table of 64-bit words. The number of its columns is a prime, so that rows of a matrix that
-# change places come into other columns. Up to _EXACT words a copy is faster than sums.
+# A table of 64-bit words. The number of its columns is a prime, so that swapped rows of a matrix
+# fall into other columns. Up to _EXACT words a copy is faster than sums.
 _COLUMNS, _PARTS, _EXACT = 1021, 16, 1 << 14
 
 
 def column_sums(values: torch.Tensor) -> torch.Tensor:
-    """Return numbers that change with the bits of ``values``, also where elements change places:
-    the bits themselves if there are few, else the sums of the columns of a table that the bits fill
+    """Return numbers that change with the bits of ``values``, also if elements are swapped: the
+    bits themselves if there are few, else the sums of the columns of a table that the bits fill
     row by row.
 
     A row's weight is its place in its sixteenth of the table. Only words a multiple of both 1021
-    and such a place apart could change places unnoticed. Price: each element is read once.
+    and such a place apart could be swapped undetected. Cost: each element is read once.
     """
     raw = values.detach().contiguous().view(-1).view(torch.uint8)
     raw = raw.clone() if raw.storage_offset() % 8 else raw

@@ -32,7 +32,7 @@ class LivingDtypes:
     """The dtypes of one model under ``policy``.
 
     ``modules``: those that stay fp32, by name, each outermost.
-    ``unmatched``: what ds_config names and the model does not have.
+    ``unmatched``: names in ds_config that the model does not have.
     """
 
     def __init__(self, model: nn.Module, policy: DtypePolicy) -> None:
@@ -74,12 +74,12 @@ class LivingDtypes:
         return (not self.keeps(buffer) and self.policy.buffer) or self.of(buffer)
 
     def of_stored(self, tensor: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which values of a file are read first: the tensor's own, but for what
-        stays fp32, which is not rounded."""
+        """Return the dtype in which values of a file are read first: the tensor's own, except for
+        tensors that stay fp32, which are not rounded."""
         return self.of(tensor) if self.keeps(tensor) else tensor.dtype
 
     def keeps(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor belongs to what stays fp32."""
+        """Return whether a tensor stays fp32."""
         return id(tensor) in self._kept and tensor.is_floating_point()
 
     def require_matches(self, unmatched: list[str] | None = None) -> None:
@@ -95,7 +95,7 @@ class LivingDtypes:
             )
 
     def cast_at_borders(self) -> list[Any]:
-        """Register the casts of what enters and leaves modules that stay fp32; return handles."""
+        """Register the casts of inputs and outputs of modules that stay fp32; return handles."""
         handles: list[Any] = []
         for module in self.modules.values():
             handles.append(module.register_forward_pre_hook(_enter, with_kwargs=True))
@@ -112,7 +112,7 @@ def _leave(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], output:
 
 
 def _of_model(model: nn.Module, dtype: torch.dtype) -> Iterator[Callable[[str], Any]]:
-    """Yield matchers of what modules name themselves, below their own names."""
+    """Yield matchers of the names that modules list themselves, below their own names."""
     lists = ["_keep_in_fp32_modules_strict"] + ["_keep_in_fp32_modules"] * (dtype == torch.float16)
     for name, module in model.named_modules():
         for patterns in (getattr(module, each, None) for each in lists):

@@ -1,9 +1,9 @@
 """Memory for the tensors of a model that was built on the meta device, whose values come from files
 or from another rank, and values for buffers that no file holds.
 
-A parameter on the meta device has a shape and no values, and torch does not let it get some: it
-changes places with a parameter of a real device whose values are absent, so that it stays the same
-object to the model and to an optimizer.
+A parameter on the meta device has a shape and no values, and torch does not allow setting them. So
+it is swapped with a parameter on a real device whose values are absent, and stays the same object
+for the model and an optimizer.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def lacks_values(tensor: torch.Tensor) -> bool:
 
 
 def place_absent(model: nn.Module, device: torch.device) -> set[int]:
-    """Give the parameters and buffers of ``model`` that lack values other ones on ``device``: NaN
-    for parameters, which take no memory, and for buffers, which do. Return the ids of the other
-    tensors, which keep their values."""
+    """Replace the parameters and buffers of ``model`` that lack values with NaN on ``device``:
+    parameters take no memory, buffers do. Return the ids of the other tensors, which keep their
+    values."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     given = {id(tensor) for tensor in tensors if not lacks_values(tensor)}
     for param in filter(is_left_freed, model.parameters()):
@@ -55,7 +55,7 @@ def place_absent(model: nn.Module, device: torch.device) -> set[int]:
 
 def _change_places(tensor: torch.Tensor, other: torch.Tensor) -> None:
     other.__dict__.update(tensor.__dict__)  # marks such as tensor_model_parallel
-    other.__class__ = tensor.__class__  # OpaqueParameter, say
+    other.__class__ = tensor.__class__  # such as OpaqueParameter
     try:
         torch.utils.swap_tensors(tensor, other)
     except RuntimeError as fault:
@@ -107,9 +107,9 @@ def _initializer(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 
 @contextmanager
 def _spared(module: nn.Module, given: Collection[int]) -> Iterator[None]:
-    """Inside the block, put other tensors in place of the parameters in ``module`` and of its
-    ``given`` buffers: methods that fill the other buffers write these, too. Those of the module
-    itself have the values that it has been given; those of inner modules are on the meta device."""
+    """Inside the block, replace the parameters in ``module`` and its ``given`` buffers, because
+    methods that fill the other buffers write these, too. Replacements in the module itself have its
+    current values; those in inner modules are on the meta device."""
     kept = [
         (table, name, tensor, part is module)
         for part in module.modules()
@@ -145,8 +145,8 @@ def _require_filled(model: nn.Module, unfilled: Sequence[str]) -> None:
 
 
 def _is_unfilled(buffer: torch.Tensor, before: torch.Tensor) -> bool:
-    """Return whether a buffer, which was ``before``, has the values of :func:`absent`: a NaN, or of
-    integers and truth values, these values alone, where nothing has written them in place."""
+    """Return whether a buffer, which was ``before``, still has the values of :func:`absent`: a NaN,
+    or for integers and booleans only these values, if nothing has written them in place."""
     if buffer.is_floating_point() or buffer.is_complex():
         return bool(buffer.isnan().any())
     same = buffer is before and buffer.numel() > 0 and buffer._version == 0

@@ -1,4 +1,4 @@
-"""A module whose parameters, gradients and optimizer state live as a ZeroPlan says: param groups,
+"""A module whose parameters, gradients and optimizer state follow a ZeroPlan: param groups,
 gradient buffers, reducer, unsharder.
 
 forward    unsharder.unshard(block)                              if parameters do not always live

@@ -1,4 +1,4 @@
-"""Hooks on a user's modules that survive what users do with these: deep copies, pickles,
+"""Hooks on a user's modules that survive users' operations on these: deep copies, pickles,
 ``module.compile()``.
 
     ModuleHook      does nothing in a copy of the module
@@ -69,8 +69,8 @@ class AroundForward:
 
     ``module.compile()`` compiles the call with the module's hooks in it. These two then go outside
     of the compiled call, so that the block is one graph (``fullgraph=True``), whether it is
-    compiled before or after this. The module's ``compile`` is replaced then: compiled once more,
-    it would replace the call that has the hooks.
+    compiled before or after this. The module's ``compile`` is replaced then: compiling again would
+    replace the call that has the hooks.
     """
 
     def __init__(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
@@ -84,7 +84,7 @@ class AroundForward:
             self.follow_compiler()
 
     def follow_compiler(self) -> None:
-        """Go outside of the module's compiled call, from its next call on."""
+        """Move outside of the module's compiled call, from its next call on."""
         if self._compiled is not None:
             return
         keep_out_of_graphs()
@@ -104,7 +104,7 @@ class AroundForward:
         return output
 
     def remove(self) -> None:
-        """Take both hooks away; a compiled call stays."""
+        """Remove both hooks; a compiled call stays."""
         for handle in self._handles:
             handle.remove()
         if self._compiled is not None:

@@ -276,7 +276,7 @@ class ShardedOptimizer(TorchView):
         """Give an optimizer with norms per tensor (LAMB), or with states in bf16, the
         elements of each piece that belong to each tensor.
 
-        ``groups``: all of the model, alike on every rank, which may have no piece of some of them.
+        ``groups``: all of the model, the same on every rank, even if it lacks some pieces.
         """
         if isinstance(self.base, FusedLamb) and self.whole is None:
             names = sorted({slot.name for group in groups for slot in group.layout.slots})

@@ -126,7 +126,7 @@ class StateByTensor:
 
     def views(self, only: ParamGroup | None = None) -> Iterator[TensorSlice]:
         """Yield every tensor of state on this rank (of one group), by logical tensor. Their values
-        are there only inside :meth:`lent`.
+        are valid only inside :meth:`lent`.
 
         State that is not one value per element (rows and columns of Adafactor) exists for whole
         tensors only and has its own shape.
@@ -267,7 +267,7 @@ class StateByTensor:
 
 def _is_by_element(kind: str, value: Any, weight: torch.Tensor) -> bool:
     """Return whether state ``kind`` has a value per element. All state of a scalar parameter has
-    one, but the count of its steps."""
+    one, except its step count."""
     return torch.is_tensor(value) and value.shape == weight.shape and (weight.dim() > 0 or kind != "step")
 
 

@@ -32,7 +32,7 @@ _COUNTERS = {
 
 
 class LossScaleView:
-    """The loss scale by the names that DeepSpeed's optimizers have for it. Each read returns the
+    """The loss scale under the names of DeepSpeed's optimizers. Each read returns the
     current value. ``cur_iter`` counts steps, and ``scale_window`` is how many steps without an
     overflow double the scale; a static scale has no counters."""
 
@@ -68,7 +68,7 @@ class TorchView(torch.optim.Optimizer):
         state_by_tensor: its masters and state, for checkpoints.
     """
 
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler then comes to step() and its error
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler then reaches step() and its error
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class TorchView(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped for a gradient that is not finite."""
+        """Whether the last step was skipped because of a non-finite gradient."""
         return self._status.overflow
 
     @property

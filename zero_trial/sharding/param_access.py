@@ -60,7 +60,7 @@ class GatheredParameters:
             except Exception as error:
                 failed = error
         undo = failed is not None and (self._modifier is not None or not isinstance(failed, Exception))
-        with ExitStack() as stack:  # closes all, whatever one raises
+        with ExitStack() as stack:  # closes all, even if one raises
             for owner, params in reversed(self._owners):
                 stack.callback(owner.close, params, self._modifier if failed is None else None, undo=undo)
         if failed is not value and failed is not None:
@@ -262,7 +262,7 @@ class TrainedParam(NamedTuple):
 
 
 def find_param(param: torch.Tensor) -> TrainedParam:
-    """Return what trains ``param``."""
+    """Return the model, group and slot of ``param``."""
     owner = owner_of_param(param)
     model = owner.model() if isinstance(owner, FullParams) else None
     if model is None:
@@ -275,7 +275,7 @@ def find_param(param: torch.Tensor) -> TrainedParam:
 
 
 def _trained(param: torch.Tensor) -> TrainedParam | None:
-    """Return what :func:`find_param` does; None for a frozen parameter."""
+    """Return the result of :func:`find_param`; None for a frozen parameter."""
     if not param.requires_grad and owner_of_param(param) is None:
         return None
     found = find_param(param)
@@ -345,7 +345,7 @@ def _set_grad(param: nn.Parameter, values: torch.Tensor, where: str) -> None:
 
 
 def _reduced_grad(found: TrainedParam, where: str) -> ShownGradients:
-    """Return the gradients of the parameter's group. Raises TrialError where there are none yet."""
+    """Return the gradients of the parameter's group. Raises TrialError if there are none yet."""
     shown = found.model.param_grads.of(found.group)
     if shown is None or not shown.grad_buffer.shard_filled:
         raise TrialError(

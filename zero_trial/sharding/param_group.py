@@ -79,8 +79,8 @@ class GroupState(Enum):
 
 
 class ParamGroup:
-    """One flat buffer and its parameters, which are views of ``full``, or freed between uses if
-    their lifetime says so.
+    """One flat buffer and its parameters, which are views of ``full``, or freed between uses,
+    depending on their lifetime.
 
     Args:
         params: ``params[i]`` is the tensor of ``layout.slots[i]``.

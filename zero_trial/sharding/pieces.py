@@ -3,7 +3,7 @@ and moments are between steps.
 
     shard of a group    |<-------- one optimizer group -------->|<---- another ---->|
     pieces              |<----- piece ----->|<----- piece ----->|<----- piece ----->|
-                        cut further where a store wants it
+                        cut further if a store requires it
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class ShardPiece:
     @property
     def rounded(self) -> torch.Tensor | None:
         """Where the weight's rounded copy belongs, (high-low,): this piece of the 16-bit shard;
-        None where the weight is the shard itself."""
+        None if the weight is the shard itself."""
         group = self.group
         return None if group.master is group.shard else group.shard[self.low : self.high]
 
     def gradient(self) -> torch.Tensor:
-        """Return the reduced gradient in the weight's dtype: a view where dtypes agree, else a new
+        """Return the reduced gradient in the weight's dtype: a view if dtypes agree, else a new
         tensor (4 bytes per element)."""
         return self.reduced.to(self.weight.dtype)
 
@@ -66,11 +66,11 @@ class StateStore:
     weights and moments are where the update runs.
 
     This class keeps everything on the compute device; others, in ``offload``, derive from it.
-    Price: K bytes per parameter and shard (12 for Adam: master, two moments), no traffic.
+    Cost: K bytes per parameter and shard (12 for Adam: master, two moments), no traffic.
 
-    Pieces go in one batch when their gradients need no cast; else in batches of at most
+    Pieces are in one batch if their gradients need no cast; else in batches of at most
     ``cast_numel`` elements, which bounds the fp32 copies. ``by_group``: one batch per group, for an
-    optimizer that needs no casts and whose results can be published while it goes on.
+    optimizer that needs no casts and whose results can be published while it runs.
     """
 
     def __init__(self, pieces: Sequence[ShardPiece], cast_numel: float = 1 << 26, *, by_group: bool = False) -> None:
@@ -91,13 +91,13 @@ class StateStore:
             room -= needs
 
     def prefetch(self) -> None:
-        """Start to fetch what the next step needs first; that step may be skipped."""
+        """Start to fetch the first values that the next step needs; that step may be skipped."""
 
     def batches(self) -> Iterator[Sequence[ShardPiece]]:
         return iter(self._batches)
 
     def borrow(self, batch: Sequence[ShardPiece]) -> None:
-        """Bring masters and moments of the batch to where the update runs."""
+        """Load masters and moments of the batch to where the update runs."""
 
     def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
         """Take the batch back; return whether 16-bit copies exist (``rounded``: already)."""

@@ -1,5 +1,5 @@
-"""The lifetime table of a ZeRO stage: how long the full copy of each thing lives, and where
-parameters are between uses. Pure.
+"""The lifetime table of a ZeRO stage: how long each full copy lives, and where parameters are
+between uses. Pure.
 
 | ZeRO stage | full parameters live         | full gradients live | master weights and moments |
 | ---------- | ---------------------------- | ------------------- | -------------------------- |
@@ -17,17 +17,17 @@ no communication, and the update's all-gather is stored in the home.
 Traffic per optimizer step, in elements per rank, N ranks on the shard axis, Psi parameters, g
 micro-batches (Rajbhandari et al. 2020, section 7):
 
-    stage 0          2 r Psi (N-1)/N              r = 1 when reduced at the boundary, g when at
+    stage 0          2 r Psi (N-1)/N              r = 1 if reduced at the boundary, g if at
                                                   every micro-batch
     stages 1, 2      (1 + r) Psi (N-1)/N
-    stage 3          (a + r) Psi (N-1)/N          a = 1 when parameters are kept for the step, up to
+    stage 3          (a + r) Psi (N-1)/N          a = 1 if parameters are kept for the step, up to
                                                   2g when freed after every use
 
 Offloaded parameters add no traffic between ranks. Each step a rank reads a Psi elements from its
 home at stages 0 to 2 and a Psi/N at stage 3, and writes the updated values once.
 
-Training code depends on the plan, not on the stage's number. The number is only used where a file
-or a user specifies it: to read DeepSpeed's checkpoints, to compare stages in a memory plan, in
+Training code depends on the plan, not on the stage's number. The number is only used if a file or a
+user specifies it: to read DeepSpeed's checkpoints, to compare stages in a memory plan, in
 options and messages.
 """
 
@@ -60,7 +60,7 @@ class Home(Enum):
 
     @classmethod
     def of(cls, device: str, wanted: str) -> Home:
-        """Return what ``wanted`` (none, cpu, nvme) means to a rank that computes on ``device``."""
+        """Return the home for ``wanted`` (none, cpu, nvme) on a rank that uses ``device``."""
         return cls.DEVICE if wanted in ("none", device) else cls(wanted)
 
 
@@ -89,7 +89,7 @@ class OffloadedShard(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drop what was read ahead: the values are about to change."""
+        """Drop values that were read ahead: they are about to change."""
         ...
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Reshard(Enum):
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """How long the full copy of each thing lives, when it is exchanged, and where parameters are
+    """How long each full copy lives, when it is exchanged, and where parameters are
     between uses. ``whole_home``: the home stores their full copy, not this rank's shard."""
 
     shard_optimizer: bool
@@ -187,7 +187,7 @@ def plan_for_stage(
     stage: int, *, reduce_every: str = "auto", reshard_after: str = "auto", home: Home = Home.DEVICE
 ) -> ZeroPlan:
     """Return the plan of a ZeRO stage; ``reduce_every`` (auto, micro, boundary) and
-    ``reshard_after`` (auto, forward, step) override its choices, ``home`` says where parameters are
+    ``reshard_after`` (auto, forward, step) override its choices, ``home``: where parameters are
     between uses.
 
     At the boundary, stage 2 keeps the full gradients of an accumulation until its end and moves 2

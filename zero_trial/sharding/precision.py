@@ -94,7 +94,7 @@ class DynamicScale:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Return what changes during a run; the settings come from ds_config when it is loaded."""
+        """Return the values that a run changes; settings come from ds_config when it is loaded."""
         return {
             "kind": "dynamic",
             "scale": self.scale,
@@ -206,8 +206,8 @@ def dtype_policy(
 ) -> DtypePolicy:
     """Return the policy for ds_config's values.
 
-    Gradient buffer: ``grad_accum_dtype`` if given; else the parameters' dtype when one micro-batch
-    makes a step; else fp32, because a sum of several 16-bit gradients in 16 bits loses what is
+    Gradient buffer: ``grad_accum_dtype`` if given; else the parameters' dtype if a step has one
+    micro-batch; else fp32, because a sum of several 16-bit gradients in 16 bits loses everything
     below 2**-8 (bf16) or 2**-11 (fp16) of the sum at each addition. Communication:
     ``communication_data_type`` if given; else the gradient buffer's dtype, which needs no cast.
     """
@@ -238,7 +238,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def autocast_dtype(enabled: bool, dtype: str | None) -> torch.dtype | None:
-    """Return the dtype of ``torch_autocast``: None when it is off, bf16 by default, as in
+    """Return the dtype of ``torch_autocast``: None if it is off, bf16 by default, as in
     DeepSpeed. Only the forward runs in it."""
     return dtype_from_name(dtype or "bf16", "torch_autocast.dtype") if enabled else None
 

@@ -33,7 +33,7 @@ class OpaqueParameter(nn.Parameter):
 
 
 def is_opaque(param: torch.Tensor) -> bool:
-    """Return whether a tensor's dtype is how its bytes are stored, not what it computes with."""
+    """Return whether a tensor's dtype is only for storage, not the dtype that it computes with."""
     return issubclass(plain_class(type(param)), OpaqueParameter) or getattr(param, "quant_state", None) is not None
 
 
@@ -63,7 +63,7 @@ class PackedWeights:
     A CPU with AVX512-BF16 permanently repacks such a weight at its first use in evaluation; a
     repacked weight passes no gradient to adapters below it. Until release, repacking is off.
 
-    Raises ConfigError for quantized weights that cannot be trained with. ``device``: where the
+    Raises ConfigError for quantized weights that training does not support. ``device``: where the
     model will be (None: where it is).
     """
 
@@ -121,7 +121,7 @@ def scales_of(param: torch.Tensor) -> dict[str, OpaqueParameter]:
 
 
 def _require_usable(name: str, weight: nn.Parameter) -> None:
-    """Raise ConfigError for a 4-bit ``weight`` that adapters cannot be trained on."""
+    """Raise ConfigError for a 4-bit ``weight`` on which adapters cannot be trained."""
     state = getattr(weight, "quant_state", None)
     if getattr(state, "packing_format_for_cpu", False):
         raise ConfigError(

@@ -16,7 +16,7 @@ another use (:meth:`Unsharder.reshard_after_gradients`).
 
 Late gradients arrive after their group's reduction: from another engine's loss, or from re-entrant
 checkpointing of shared weights. Their group needs a second sum (:meth:`GradReducer.reduce_late`).
-Which ranks have late gradients depends on what autograd did there, so ranks must exchange this: a
+Which ranks have late gradients depends on autograd on each rank, so ranks must exchange this: a
 rank without late gradients must launch a reduction if another rank has some, and skip it if none
 has.
 

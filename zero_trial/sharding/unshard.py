@@ -6,7 +6,7 @@ when a gradient reaches one of the module's outputs, and freed when their own gr
 The next module is gathered while the current one computes.
 
     Unsharder       gathers and frees, by hooks on the blocks' modules; publishes
-    UseOrder        which block is used next: the order of the step before
+    UseOrder        which block is used next: the order of the previous step
     SideOutputs     tensors that a forward leaves on a module instead of returning them
 """
 
@@ -107,7 +107,7 @@ class Unsharder:
                     tensor.register_hook(functools.partial(self._before_backward, weakref.ref(self), ROOT))
 
     def drop_pass(self) -> None:
-        """Free what a backward pass that raised has left unsharded. Local."""
+        """Free the blocks that a failed backward pass has left unsharded. Local."""
         if self._end_queued:
             self._builds_graph = False
             self._end_of_backward()
@@ -128,7 +128,7 @@ class Unsharder:
         # the groups of a block overlap. The next blocks are gathered last, so that they do not
         # delay this block, which computes as soon as this method returns. Each gather is a
         # collective, so every rank must make the same calls in the same order: only the order of
-        # uses, the limits and the sizes may decide, never what has arrived on this rank.
+        # uses, the limits and the sizes may decide, never which values have arrived on this rank.
         if record:
             self._order.use(block)
         for group in self._groups.get(block, ()):
@@ -485,7 +485,7 @@ class UseOrder:
         return self._passed[places[later]] - self._passed[now] if later < len(places) else None
 
 
-_OWN = frozenset(vars(nn.Module()))  # what every module has
+_OWN = frozenset(vars(nn.Module()))  # attributes of every module
 
 
 class SideOutputs:

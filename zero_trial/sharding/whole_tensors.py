@@ -97,8 +97,8 @@ def owners_of(
 class WholeTensor:
     """A tensor that is updated whole by ``owner`` (an index on the shard axis).
 
-    ``weight`` has its shape; its values, and its gradient's, are there only
-    inside :meth:`WholeTensors.at_hand` on the owner. ``in_place``: they are views of what the owner
+    ``weight`` has its shape; its values, and its gradient's, are valid only inside
+    :meth:`WholeTensors.at_hand` on the owner. ``in_place``: they are views of what the owner
     holds.
     """
 

@@ -10,7 +10,7 @@ from zero_trial.compat.finder import Refused, StandIn, StandInFinder, Table, ins
 from zero_trial.errors import ConfigError
 
 VERSION = "0.19.8"
-"""The DeepSpeed whose names these are."""
+"""The version of DeepSpeed that these names are from."""
 
 VARIABLE = "ZERO_TRIAL_AS_DEEPSPEED"
 """Environment variable that installs the stand-in: 1, or "replace" where DeepSpeed is installed."""

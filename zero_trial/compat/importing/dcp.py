@@ -39,7 +39,7 @@ from zero_trial.errors import CheckpointError
 METADATA = ".metadata"
 
 _OTHERS = ("train_state", "lr_scheduler", "dataloader", "rng", "rng_state", "trainer", "step", "epoch")
-"""What training programs save beside a model: never names of parameters."""
+"""Entries that training programs save next to a model: never names of parameters."""
 
 
 @dataclass(frozen=True)

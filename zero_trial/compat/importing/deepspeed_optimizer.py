@@ -407,7 +407,7 @@ class NumberedOptimizer:
 
 
 Fits = Callable[[str, int, int], int]
-"""``(name, group, place)`` -> the next place if that parameter can be there, else -1."""
+"""``(name, group, place)`` -> the next place if the parameter fits there, else -1."""
 
 MOST_STATES = 200_000
 

@@ -69,10 +69,10 @@ def read_source(source: Path, tag: str | None, options: ImportOptions) -> Import
 
 
 NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""What is looked for in a folder, the first that is there."""
+"""Names to look for in a folder; the first that exists is used."""
 
 WRAPPERS = ("state_dict", "model", "module", "model_state_dict")
-"""Entries below which a training script puts the weights."""
+"""Keys under which training scripts store the weights."""
 
 
 def find_weights(source: Path) -> Path | None:

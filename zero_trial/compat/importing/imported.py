@@ -73,8 +73,7 @@ def folder_name(folder: Path) -> str:
 
 
 BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")
-"""Names of buffers in floating point; whole numbers and truth values are buffers whatever their
-name."""
+"""Names of buffers in floating point; integers and booleans are buffers under any name."""
 
 
 def is_buffer(name: str, tensor: torch.Tensor, patterns: Iterable[str]) -> bool:
@@ -138,7 +137,7 @@ OWN_KEYS = frozenset((
     "checkpoint_parallel_dimensions", "num_experts", "universal_checkpoint_info", "autoep_layers",
     "ds_autoep_layers", "folding",
 ))  # fmt: skip
-"""What DeepSpeed puts into a file of model states; the rest is the client's."""
+"""Keys that DeepSpeed writes into a file of model states; all others are the client's."""
 
 MOST_VALUES = 100_000
 DEEPEST = 100
@@ -147,7 +146,7 @@ _SAME_STATE = frozenset((
     "params", "lr", "weight_decay", "maximize", "foreach", "capturable", "differentiable", "fused",
     "amsgrad", "decoupled_weight_decay", "bias_correction", "initial_lr", "step", "name",
 ))  # fmt: skip
-"""Keys of a group that say nothing of which state the optimizer has; an engine compares the others
+"""Keys of a group that do not affect which state the optimizer has; an engine compares the others
 with its own optimizer's."""
 
 _NUMPY = {

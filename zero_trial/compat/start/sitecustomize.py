@@ -33,7 +33,7 @@ _MOVED = {
     "determined.common.constants": ("/determined_shared_fs",),
     "determined.exec.prep_container": ("/tmp/tensorboard",),
 }
-"""Module -> the starts of the paths in it that are moved."""
+"""Module -> the prefixes of the paths in it that are moved."""
 
 _MOVED_SOCKETS = {"determined.launch.torch_distributed": ("/tmp/pid_server-",)}
 """The same for DET_SOCKET_ROOT, a short path, of allocations with several nodes, which may be on

@@ -129,10 +129,10 @@ class HeldPorts:
 
 
 MARK = "DET_ALLOCATION_ID"
-"""The variable by which processes of an allocation are found when their supervisor is gone."""
+"""The variable that identifies the processes of an allocation whose supervisor has ended."""
 
 LARGEST = 32 * 4096
-"""Bytes of one variable, with its name and the NUL behind it, that Linux hands to a process
+"""Bytes of one variable, with its name and trailing NUL, that Linux passes to a process
 (MAX_ARG_STRLEN).
 """
 

@@ -147,7 +147,7 @@ def numbered(known: Sequence[Node], found: Sequence[Node]) -> tuple[Node, ...]:
 
 _RETRY_SECONDS = (5.0, 10.0, 20.0, 40.0, 60.0)  # delay until the next attempt, by number of earlier attempts
 _PASSING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EROFS, errno.EAGAIN))
-"""Faults of a disk that are not about one allocation."""
+"""Disk errors that are not specific to one allocation."""
 
 
 class EngineBusy(MasterError):

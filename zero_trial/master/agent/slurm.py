@@ -28,7 +28,7 @@ _PASSED = (
     *("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"),
 )
 """The variables that Slurm's commands and jobs get. All others may change what a command does:
-SBATCH_JOB_NAME or SQUEUE_PARTITION of a shell, SLURM_* of the job in which a master was started.
+SBATCH_JOB_NAME or SQUEUE_PARTITION from a shell, SLURM_* from the job in which a master runs.
 """
 
 _GIVEN: dict[str, str] = {
@@ -41,7 +41,7 @@ _GIVEN: dict[str, str] = {
     **dict.fromkeys(("requeue", "no-requeue", "parsable", "test-only"), "Remove it."),
     **dict.fromkeys(("export", "export-file", "get-user-env"), "Write environment.environment_variables."),
 }
-"""Options of sbatch that are the master's -> what a user writes instead."""
+"""Options of sbatch that only the master sets -> what a user writes instead."""
 
 _FLAGS = "HIkOQsvhVu"  # sbatch's one-letter options without a value
 
@@ -64,7 +64,7 @@ _ENDS = {
     "DEADLINE": JobEnd.TIME_LIMIT,
     "OUT_OF_MEMORY": JobEnd.OUT_OF_MEMORY,
 }
-"""Slurm's state of a job -> why it has ended. All others are of a job that runs."""
+"""Slurm's state of a job -> why it has ended. In all other states, the job has not ended."""
 
 
 def fields_of(line: str) -> dict[str, str]:

@@ -30,7 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _DETERMINED_VERSION = "0.38.1"
-"""The version that the master reports: Determined's clients compare it with their own."""
+"""The version that the master reports: Determined's clients compare it with their own version."""
 
 
 class MasterState:

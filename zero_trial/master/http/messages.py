@@ -442,7 +442,7 @@ def when(seconds: float | None, timespec: str = "milliseconds") -> str | None:
 # -- the declaration of a route
 
 Action = Callable[[Request], Response | StreamingResponse | Dict | None]
-"""Answers a request. A dict is the JSON body of an answer, None an empty one."""
+"""Answers a request. A dict is the JSON body of a response; None is an empty response."""
 
 SMALL_BODY = 8 * 1024 * 1024  # bytes
 

@@ -351,7 +351,7 @@ def _concurrent(max_concurrent: int, divisor: float, trials: Sequence[int]) -> l
 
 
 WORST = sys.float_info.max
-"""The metric of a trial that ended early: behind every trial that reported one."""
+"""The metric of a trial that ended early: it ranks after every trial that reported one."""
 
 
 @dataclass

@@ -2,9 +2,9 @@
 
 FusedAdam, FusedLion, FusedAdagrad and FusedSGD are plain ``torch.optim.Optimizer``s: they work on
 any parameters, whole or flat. State has torch's names and shapes (``exp_avg``, ``exp_avg_sq``,
-``step``), so checkpoints of theirs and of torch's optimizers can be loaded into each other. Where
-no kernel takes a tensor (another device or dtype, no compiler) it is updated by plain torch with
-the same formulas; ``zero_trial.ops.report()`` says which it is.
+``step``), so checkpoints are interchangeable with those of torch's optimizers. If no kernel
+supports a tensor (another device or dtype, no compiler), plain torch updates it with the same
+formulas; ``zero_trial.ops.report()`` reports which is used.
 
     bytes per fp32 parameter and step    Adam 28 (read p, g, m, v; write p, m, v), the others 20
     16-bit gradient in, 16-bit copy out  the same: 2 less for the gradient, 2 more for the copy; no
@@ -32,8 +32,8 @@ class FusedOptimizer(ShardOptimizer):
     """An elementwise optimizer: all pieces of a variant of the formula are one call of one op, and
     on CUDA one launch.
 
-    ``op`` is a row of ops/spec.py; ``moments`` are torch's names of its states; ``counts``: counts
-    steps also where states are in fp32.
+    ``op`` is a row of ops/spec.py; ``moments`` are torch's names of its states; ``counts``: count
+    steps even if states are in fp32.
 
     Args:
         states: how the moments are stored: ``fp32`` (in the weight's dtype) or ``bf16``
@@ -88,8 +88,8 @@ class FusedOptimizer(ShardOptimizer):
         return torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take state, also of torch's own optimizer. Raises ConfigError for a variant of the
-        formula that this class does not have."""
+        """Accept state, including that of torch's own optimizer. Raises ConfigError for a variant
+        of the formula that this class does not have."""
         super().__setstate__({"states": "fp32", "_parts": {}, **self.__dict__, **state})
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -102,7 +102,7 @@ class FusedOptimizer(ShardOptimizer):
 
     def update(self, updates: Sequence[ShardUpdate], multiplier: float) -> None:
         op, at = self.op, self.op.multiplier_at
-        lists: dict[Any, list[list[Any]]] = {}  # a call's columns, by what its tensors share
+        lists: dict[Any, list[list[Any]]] = {}  # a call's columns, by shared properties
         for update in updates:
             weight, state, group = update.weight, self.state[update.weight], self.param_groups[update.group]
             first, tensors = state.get(self.moments[0]) is None, [weight, update.gradient]
@@ -142,8 +142,8 @@ class FusedOptimizer(ShardOptimizer):
         return rows
 
     def _numbers(self, group: Mapping[str, Any], step: float, first: bool) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
-        """Return a piece's own numbers, and what its group shares but the multiplier, both in the
-        order of the row.
+        """Return a piece's own numbers, and the numbers that its group shares (except the
+        multiplier), in the order of the row.
 
         Args:
             first: the piece had no moments before this step.
@@ -169,10 +169,10 @@ def _require(*, lr: float, betas: tuple[float, float], weight_decay: float, eps:
 
 
 class FusedAdam(FusedOptimizer):
-    """AdamW, or Adam with L2 regularisation where ``adam_w_mode`` is false.
+    """AdamW, or Adam with L2 regularization if ``adam_w_mode`` is false.
 
     DeepSpeed 0.19.8's arguments and defaults, in torch's order. Its ``amsgrad`` and
-    ``set_grad_none`` are taken with the one value that they can have; ``bias_correction`` False
+    ``set_grad_none`` are accepted with their only possible value; ``bias_correction`` False
     leaves the moments as they are.
     """
 
@@ -323,15 +323,15 @@ class FusedSGD(FusedOptimizer):
 # --- Muon -----------------------------------------------------------------------------------------
 #
 # Hidden matrices move along their orthogonalized momentum (Jordan et al. 2024, "Muon: An optimizer
-# for hidden layers in neural networks"), everything else as AdamW says.
+# for hidden layers in neural networks"), everything else by AdamW.
 #
 #     m <- beta m + (1 - beta) g                   the momentum, 4 bytes per element in fp32
 #     u  = beta m + (1 - beta) g     (nesterov)    or m
 #     O  = NS(u)                                   singular values near 1, by Newton-Schulz steps
 #     W <- (1 - lr wd) W - lr s O                  s = sqrt(max(1, rows / columns))
 #
-# The iteration is that of torch.optim.Muon, in bfloat16. An optimizer group says with ``use_muon``
-# which rule it follows. Groups with it need whole tensors; the others are elementwise, so that flat
+# The iteration is that of torch.optim.Muon, in bfloat16. An optimizer group's ``use_muon`` selects
+# its rule. Groups with it need whole tensors; the others are elementwise, so that flat
 # pieces of them may be cut anywhere.
 
 
@@ -344,8 +344,8 @@ _NORM_EPS = 1e-7
 
 
 class Muon(FusedAdam):
-    """Every group must say ``use_muon`` (of bare tensors, those of two or more dimensions do), and
-    what it does not say has DeepSpeed's default of its kind (:data:`MUON_DEFAULTS`,
+    """Every group must set ``use_muon`` (bare tensors: true if of two or more dimensions). Settings
+    that it omits have DeepSpeed's defaults for its kind (:data:`MUON_DEFAULTS`,
     :data:`ADAM_DEFAULTS`).
 
     Args:
@@ -434,7 +434,7 @@ def orthogonalized(
 
 def orthogonalization_flops(shape: Sequence[int]) -> float:
     """Return the floating-point operations of :func:`orthogonalized` for a tensor of ``shape``: per
-    step 4 m^2 n + 2 m^3 of a matrix m x n, m the smaller side. A tensor that is no matrix counts
+    step 4 m^2 n + 2 m^3 of a matrix m x n, m the smaller side. For a tensor that is not a matrix:
     its elements."""
     if len(shape) < 2:
         return float(math.prod(shape))

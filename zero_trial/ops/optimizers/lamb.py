@@ -5,8 +5,8 @@ A shard holds only parts of tensors, so the two norms of a tensor are sums over 
 ranks: every rank adds the squares of its parts into a (2, tensors) buffer and ``sum_over_shards``
 adds the buffers up. That is one small collective per step for all tensors together. As in DeepSpeed
 0.19.8 the ratio is clamped to [min_coeff, max_coeff], and is 1 where one of the norms is 0; unlike
-there (one factor on the whole step), the moments' bias is corrected before the ratio is taken, as
-the paper says.
+there (one factor on the whole step), the moments' bias is corrected before the ratio is computed,
+as in the paper.
 
 The arithmetic is plain torch, tensor by tensor: temporaries of three times the largest part.
 """
@@ -27,7 +27,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class _Part(NamedTuple):
-    """What one tensor has of one piece: views to work on, its number, and its group's settings."""
+    """One tensor's part of one piece: views to work on, its number, and its group's settings."""
 
     p: Tensor
     g: Tensor
@@ -55,13 +55,13 @@ class FusedLamb(ShardOptimizer):
     """``bind`` first when pieces hold parts of tensors; unbound, each parameter is one tensor.
 
     State per element: two moments (8 bytes in fp32). Collective when bound: every rank must step,
-    also without own pieces.
+    even without pieces of its own.
     """
 
     elementwise = False
     fuses = True
-    # Which parts each piece has, of how many tensors, and what adds sums over ranks. A copy has
-    # other parameters: it counts as unbound.
+    # Which parts each piece has, of how many tensors, and the function that adds sums over ranks.
+    # A copy has other parameters: it counts as unbound.
     _bound: tuple[Mapping[int, Sequence[TensorPart]], int, Callable[[Tensor], None]] | None = None
 
     def __init__(
@@ -141,7 +141,7 @@ class FusedLamb(ShardOptimizer):
                 part.out.copy_(part.p)
 
     def _parts(self, update: ShardUpdate, number: int) -> Iterator[_Part]:
-        """Cut a piece into its tensors' parts. Makes missing moments, and counts its step."""
+        """Cut a piece into its tensors' parts. Creates missing moments, and counts its step."""
         moments, step = self.moments_of(update.weight, _MOMENTS), self.count_step(update.weight)
         group = self.param_groups[update.group]
         tensors: list[Any] = [update.weight.detach(), update.gradient, *moments, update.out]

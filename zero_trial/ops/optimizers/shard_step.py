@@ -84,7 +84,7 @@ class ShardOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             for key in _VARIANTS:
                 if group.get(key) and key not in self.defaults:
-                    # user code asks for another algorithm, which torch's class of the name has
+                    # user code requests another algorithm, which torch's class of that name has
                     raise ConfigError(
                         f"{type(self).__name__} does not support {key}",
                         where=f"optimizer.param_groups[{index}]",
@@ -120,7 +120,7 @@ class ShardOptimizer(torch.optim.Optimizer):
         return found
 
     def moments_of(self, weight: Tensor, names: Sequence[str], start: float = 0.0) -> list[Tensor]:
-        """Return the named moments of a piece; missing ones are made, filled with ``start``."""
+        """Return the named moments of a piece; missing ones are created, filled with ``start``."""
         state = self.state[weight]
         for name in names:
             if state.get(name) is None:  # torch's SGD saves None for a buffer that it has not made
@@ -154,7 +154,7 @@ def scaled_step(optimizer: torch.optim.Optimizer, multiplier: float = 1.0) -> No
         optimizer.step(multiplier=multiplier)
     elif multiplier != 0.0 and divides_in_kernel(optimizer):
         device = next((piece.device for group in optimizer.param_groups for piece in group["params"]), "cpu")
-        # the attribute through which torch's fused optimizers take it: GradScaler sets the same one
+        # the attribute from which torch's fused optimizers read it; GradScaler sets the same one
         optimizer.grad_scale = torch.full((), 1.0 / multiplier, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
         try:
             optimizer.step()
@@ -226,7 +226,7 @@ class StepGuard:
         self._dropping = method
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Call what :meth:`on_zero_grad` has set."""
+        """Call the method that :meth:`on_zero_grad` has set."""
         drop = self._dropping() if self._dropping is not None else None
         if drop is not None:
             drop()

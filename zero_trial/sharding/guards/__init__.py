@@ -1,1 +1,1 @@
-"""Guards that refuse what user code does to parameters where it would train wrongly."""
+"""Guards that refuse changes of parameters by user code that would make training wrong."""

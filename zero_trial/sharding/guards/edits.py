@@ -1,4 +1,4 @@
-"""Detects what user code does to parameters outside of the optimizer: edits in place (also of
+"""Detects changes of parameters by user code outside of the optimizer: edits in place (also of
 ``param.data``, see :class:`WatchedParameter`), replaced values (``param.data = new``), and views
 that it keeps.
 
@@ -146,7 +146,7 @@ class KeptViews:
     The reference count of the memory includes views that autograd has saved. These may lose the
     memory, because backward gathers it first (and so may views that the context of an
     autograd.Function stores as attributes, as bitsandbytes does). Reading any other view would
-    crash the process. To tell the two apart, Python's garbage collector must visit every object.
+    crash the process. To distinguish the two, Python's garbage collector must visit every object.
     This is done once for each number of references that a use of the parameters has added, and the
     result is cached: a model that does the same in every step pays only in the first step. (Not
     detected: a use saves fewer views for backward while user code keeps as many more.)

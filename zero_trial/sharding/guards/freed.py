@@ -45,8 +45,8 @@ from zero_trial.errors import TrialError
 from zero_trial.util.text import listed
 
 unasked: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
-"""A block in which torch does not ask classes: the fast way to set ``.grad`` of freed
-parameters."""
+"""A block in which torch calls no class's ``__torch_function__``: the fast way to set ``.grad`` of
+freed parameters."""
 
 
 def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -156,7 +156,7 @@ _ALLOWED = METADATA | frozenset(
     + [getattr(torch.Tensor, f"new_{name}") for name in ("empty", "zeros", "ones", "full", "tensor")]
     + [torch.result_type, torch._has_compatible_shallow_copy_type]
 )
-# These need no values where they change nothing: then they return the parameter itself.
+# These need no values if they change nothing: then they return the parameter itself.
 _CONVERSIONS = frozenset(
     getattr(torch.Tensor, name)
     for name in ("to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous")
@@ -203,7 +203,7 @@ class FreedParameter(ShardedParameter):
             if func is torch.Tensor.detach:
                 return _detached(cast("nn.Parameter", first))
             if func == _GET_DATA:
-                return first  # for ``p.data.dtype`` and the like: every other use of it comes here again
+                return first  # for ``p.data.dtype`` and the like: other uses of the result come here again
             if func == set_data and args[1] is first:
                 return None
             if func == _CUDA_INTERFACE:
@@ -275,7 +275,7 @@ def twin_of(param: nn.Parameter, placeholder: torch.Tensor) -> nn.Parameter:
 
 
 def revive(param: nn.Parameter, values: torch.Tensor) -> None:
-    """Give ``param`` values (again)."""
+    """Set the values of ``param`` (again)."""
     if isinstance(param, FreedParameter):
         param.__class__ = sharded_class(type(param))
     set_data(param, values)
@@ -414,9 +414,9 @@ class ShardOwner(Protocol):
         """Gather full parameters for a block that edits or ``reads`` them. Over shard."""
 
     def close(self, params: list[nn.Parameter], source: int | None, *, undo: bool = False) -> None:
-        """Send the edits of rank ``source`` to all ranks and free what :meth:`open` gathered.
-        ``source`` None: raise TrialError if this rank has edited; ``undo``: discard its edits
-        instead. Collective over the ranks of :attr:`comm` with a source, else local."""
+        """Send the edits of rank ``source`` to all ranks; free the values that :meth:`open`
+        gathered. ``source`` None: raise TrialError if this rank has edited; ``undo``: discard its
+        edits instead. Collective over the ranks of :attr:`comm` with a source, else local."""
 
     def name_of(self, param: nn.Parameter) -> str | None:
         """Return the parameter's name in the model; None if it is not known yet."""
@@ -425,8 +425,8 @@ class ShardOwner(Protocol):
         """Return a copy of this rank's elements of the parameter, flat. Local."""
 
     def copied(self, param: nn.Parameter) -> nn.Parameter | None:
-        """Return a copy of a freed parameter, with a shard of its own; None where the shards are an
-        engine's, which has no place for more. Local."""
+        """Return a copy of a freed parameter, with a shard of its own; None if an engine has the
+        shards, because it cannot add any. Local."""
 
 
 def _nothing() -> None:
@@ -497,7 +497,7 @@ def register_state(params: Iterable[nn.Parameter], state: object) -> None:
 
 
 def state_of_param(param: torch.Tensor) -> Any:
-    """Return what has the optimizer state of ``param``; None if nothing has."""
+    """Return the owner of the optimizer state of ``param``; None if there is none."""
     found = _RECORDS.get(param)
     return found.state() if found is not None else None
 

@@ -45,7 +45,7 @@ Multiplier = Callable[[], float]
 
 
 class ShownBefore(NamedTuple):
-    """What the parameters of a group had as ``.grad``, and the group's gradient, where it was used:
+    """What the parameters of a group had as ``.grad``, and the group's gradient, if it was used:
     see :meth:`ShownGradients.show_again`."""
 
     shown: ShownGradients
@@ -207,7 +207,7 @@ class ShownGradients:
         """Write the elements of ``value`` that differ from the gradient in the shard; None is 0."""
         group, buffer = self.grad_buffer.group, self.grad_buffer
         factor, changed = self._multiplier(), False
-        if value is None:  # decay and momentum go on, which a line says
+        if value is None:  # decay and momentum still apply, which is logged
             buffer.unused |= {index}
         flat = None if value is None else (value.to_dense() if value.is_sparse else value).detach().reshape(-1)
         for piece in group.layout.pieces(group.comm.index):
@@ -216,7 +216,7 @@ class ShownGradients:
             own = buffer.shard[piece.offset : piece.offset + piece.numel]
             held = widened(own)
             new = torch.zeros_like(held) if flat is None else flat[piece.start : piece.stop].to(held)
-            # what equals the gradient as it was shown, rounded, keeps all of its digits
+            # elements that equal the gradient as shown (rounded) keep all of their digits
             differs = new != (held * factor if flat is None else (held * factor).to(flat.dtype).to(held))
             if bool(differs.any()):
                 own.copy_(torch.where(differs, new / factor, held))
@@ -240,7 +240,7 @@ class ParamGrads:
         self._shown = [ShownGradients(grad_buffer, multiplier) for grad_buffer in reducer.grad_buffers]
 
     def of(self, group: ParamGroup) -> ShownGradients | None:
-        """Return the gradients of ``group`` for user code; None where it is not trained."""
+        """Return the gradients of ``group`` for user code; None if it is not trained."""
         self._moved.require_here("a gradient", GRADIENTS)
         return next((shown for shown in self._shown if shown.grad_buffer.group is group), None)
 
@@ -357,14 +357,14 @@ class LazyGradient(torch.Tensor):
             args, kwargs = tree_map_only(LazyGradient, _value_of, (args, kwargs or {}))
         with unasked():
             found = func(*args, **(kwargs or {}))
-        # ``param.grad *= c`` assigns what the operation in place returns
+        # ``param.grad *= c`` assigns the result of the operation in place
         return given if isinstance(given, LazyGradient) and found is args[0] else found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Serve what reaches torch below Python: autograd, which adds a late gradient."""
+        """Handle operations below Python: autograd, which adds a late gradient."""
         if func is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
             lazy, grad = args[0], args[1]
             _source_of(lazy).add(lazy._index, grad)

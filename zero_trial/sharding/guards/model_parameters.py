@@ -1,5 +1,5 @@
-"""Notice what user code does to the set of a model's parameters after its engine was built, and
-which trained parameters receive no gradient."""
+"""Detect changes of a model's set of parameters after its engine was built, and trained parameters
+that receive no gradient."""
 
 from __future__ import annotations
 

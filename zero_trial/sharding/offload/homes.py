@@ -394,8 +394,8 @@ class OffloadedHome:
         self.homes.reading = [other for other in self.homes.reading if other is not self]
 
     def _start(self, done: int, first: Buffer | None = None) -> None:
-        """Read what follows the existing parts (from element ``done`` on if there are none) into
-        ``first`` and into all free buffers."""
+        """Read the values after the existing parts (from element ``done`` on if there are none)
+        into ``first`` and into all free buffers."""
         for part in self.parts:
             if part.transfer is None:
                 self._read(part)
@@ -416,7 +416,7 @@ class OffloadedHome:
         part.transfer = part.buffer.read(self.place.region, self.place.offset + part.low * self.itemsize, 0, nbytes)
 
     def _through_buffers(self, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, Buffer]]:
-        """Yield (first element, part of ``values``, a buffer for it); the caller gives it back."""
+        """Yield (first element, part of ``values``, a buffer for it); the caller returns it."""
         step = self.homes.buffer_numel(self.itemsize)
         for low in range(0, values.numel(), step):
             yield low, values[low : low + step], self.homes.take_buffer()

@@ -1,4 +1,4 @@
-"""States that a script moves to the host's memory for a while, as between generation and training:
+"""States that a script temporarily moves to host memory, as between generation and training:
 ``engine.offload_states()`` and ``engine.reload_states()``.
 
     optim_states             moments, and whatever else the optimizer keeps per element

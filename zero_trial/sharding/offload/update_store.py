@@ -1,4 +1,4 @@
-"""Updates of offloaded values: gradients, masters, state, and new values of pieces pass through a
+"""Updates of offloaded values: gradients, masters, state and new values of pieces pass through a
 ring of buffers, read before the update and written after it.
 
     backward   read piece 0, 1, 2
@@ -328,7 +328,7 @@ class UpdateStore(StateStore):
         if self._step is _Step.UNDER_WAY:  # the step was interrupted
             self._drain()
         if self._step is _Step.IDLE:
-            self._ring.drain()  # what the step before wrote must be there before it is read
+            self._ring.drain()  # the previous step's writes must end before reads
             self._coming = deque(self._pieces)
             self._step = _Step.EXPECTED
             self._read_ahead()
@@ -350,7 +350,7 @@ class UpdateStore(StateStore):
         self._step = _Step.IDLE
 
     def borrow(self, batch: Sequence[ShardPiece]) -> None:
-        """Bring the batch into a buffer and start to read the next one. Raises StorageError."""
+        """Load the batch into a buffer and start to read the next one. Raises StorageError."""
         self._read_ahead()
         now = self._loaded[0]
         wait_for(now.transfers)
@@ -362,7 +362,7 @@ class UpdateStore(StateStore):
                 self._tensor(now.piece, kind).data = self._values(slot, now.buffer)
 
     def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
-        """Start writing what the update changed; return whether 16-bit copies are up to date."""
+        """Start writing the updated values; return whether 16-bit copies are up to date."""
         now = self._loaded[0]
         piece, buffer = now.piece, now.buffer
         # After this the master is not in memory. If it is rounded elsewhere, do that now.
@@ -443,7 +443,7 @@ class UpdateStore(StateStore):
 
     @contextmanager
     def state_at_hand(self, tensors: Sequence[WholeTensor]) -> Iterator[None]:
-        """Bring the state of whole tensors to where they are updated, and back after the block;
+        """Move the state of whole tensors to where they are updated, and back after the block;
         only inside :meth:`lent`."""
         for tensor in tensors:
             for value in tensors_inside(self._state.get(tensor.weight)):
@@ -477,7 +477,7 @@ class UpdateStore(StateStore):
                     place = Place(region, region.reserve(value.nbytes), value.dtype)
                     state = _WholeState(value, place, dense.stride())
                     flat = dense.copy_(value).as_strided((value.numel(),), (1,))
-                    region.write(place.offset, flat).wait()  # no mapping has what was reserved after it
+                    region.write(place.offset, flat).wait()  # mappings lack space reserved after them
                     value.data = away
             self._states[tensor].append(state)
             if value.data_ptr() != away.data_ptr() and value.data_ptr() != (target := state.values()).data_ptr():

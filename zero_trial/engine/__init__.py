@@ -1,4 +1,4 @@
-"""One training step, built from the parts: the only room that knows all of them."""
+"""One training step, built from the parts: the only package that depends on all of them."""
 
 from zero_trial.engine.compat import RepeatingLoader, add_config_arguments
 from zero_trial.engine.engine import Engine

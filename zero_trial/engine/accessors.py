@@ -1,4 +1,4 @@
-"""Methods of an engine besides its steps: settings, ranks and counts under DeepSpeed's names,
+"""Engine methods other than its steps: settings, ranks and counts under DeepSpeed's names,
 offloaded states, measurements."""
 
 from __future__ import annotations
@@ -252,14 +252,14 @@ class EngineAccessors(nn.Module):
         return self._background.current is not None
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise TrialError: neither pickle nor copy can hold what belongs to the other ranks."""
+        """Raise TrialError: neither pickle nor copy can include the parts on other ranks."""
         raise TrialError(
             "an engine cannot be pickled or copied, as by torch.save(engine)",
             fix="Call engine.save_checkpoint(folder) on every rank to resume, engine.save_16bit_model(folder) for the weights.",
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Answer the names of :data:`SETTINGS` and :data:`ANSWERS`, else ask the module."""
+        """Return the names in :data:`SETTINGS` and :data:`ANSWERS`; otherwise ask the module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -291,8 +291,8 @@ def _optimizer_names(engine: EngineAccessors) -> list[str]:
 
 
 def _optimizer_name(engine: EngineAccessors) -> str | None:
-    """Return the class name of a client's optimizer, else ds_config's ``optimizer.type`` (in small
-    letters if it is one of DeepSpeed's own names)."""
+    """Return the class name of a client's optimizer, else ds_config's ``optimizer.type`` (in lower
+    case if it is one of DeepSpeed's own names)."""
     if engine._client_optimizer:
         return next(iter(_optimizer_names(engine)), None)
     named = engine.config.optimizer.type if engine.config.optimizer is not None else None
@@ -325,7 +325,7 @@ ANSWERS: dict[str, Callable[[EngineAccessors], Any]] = {
     "zero_nvme_offload_optimizer": lambda e: _offload_device(e) == "nvme",
     "dynamic_loss_scale": lambda e: isinstance(e.resolved.policy.loss_scale, DynamicScale),
     "initial_dynamic_scale": lambda e: e.resolved.policy.loss_scale.scale,
-    "get_data_types": _data_types,  # in which the model computes, and gradients are added up
+    "get_data_types": _data_types,  # of the model's computation, and of gradient accumulation
     "checkpoint_tag_validation_enabled": lambda e: e.config.checkpoint.tag_validation.lower() != "ignore",
     "checkpoint_tag_validation_fail": lambda e: e.config.checkpoint.tag_validation.lower() == "fail",
     "postscale_gradients": lambda e: not e.config.prescale_gradients,
@@ -339,7 +339,7 @@ ANSWERS: dict[str, Callable[[EngineAccessors], Any]] = {
     "scheduler_name": lambda e: e.config.scheduler.type if e.config.scheduler is not None else None,
     "scheduler_params": lambda e: _params_of(e.config.scheduler),
 }
-"""Methods of DeepSpeed's engine without arguments, and what they return."""
+"""Methods of DeepSpeed's engine without arguments, and their return values."""
 
 
 SETTINGS = {
@@ -380,7 +380,7 @@ SETTINGS = {
         )
     },
 }
-"""Methods of DeepSpeed's engine that return a key of ds_config, and its path."""
+"""Methods of DeepSpeed's engine that return a ds_config value, and the path of its key."""
 
 _DEEPSPEED_OPTIMIZERS = {
     *("adam", "adamw", "lamb", "lion", "adagrad", "muon", "muadam", "muadamw", "musgd"),

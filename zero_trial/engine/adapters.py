@@ -16,15 +16,15 @@ from zero_trial.sharding.quantized import is_opaque
 
 class MergedAdapters:
     """The names and values that the parameters of ``module`` have in the plain model. PEFT's own
-    ``merge`` computes them, so that variants such as DoRA count; weights and adapters of the model
-    stay bit-identical. Without adapters, names and values are the model's own.
+    ``merge`` computes them, so variants such as DoRA are supported; weights and adapters of the
+    model stay bit-identical. Without adapters, names and values are the model's own.
 
     Raises TrialError for adapters that are not LoRA's, and for weights that cannot be merged.
     """
 
     def __init__(self, module: nn.Module, where: str) -> None:
         self._module = module
-        # the modules inside of which PEFT has put the plain model's, by class, and where
+        # PEFT's wrapper classes, each with the path of the plain model's module inside it
         self._wrappers: tuple[tuple[type, str], ...] = ()
         self._saved: tuple[Any, ...] = ()
         self._layers: dict[int, list[Any]] = {}  # by parameter
@@ -53,7 +53,7 @@ class MergedAdapters:
                     raise _refused(where, "an adapter on one name of a tied weight cannot be merged", name)
 
     def name(self, name: str) -> str | None:
-        """Return the name of a parameter in the plain model; None for one that it does not have."""
+        """Return a parameter's name in the plain model; None if that model does not have it."""
         module: Any = self._module
         kept, rest = list[str](), name
         while module is not None:
@@ -71,13 +71,13 @@ class MergedAdapters:
         return ".".join([*kept, rest] if rest else kept)
 
     def needs(self, param: torch.Tensor) -> list[nn.Parameter]:
-        """List the parameters of which the merged value of ``param`` is made."""
+        """List the parameters that are needed to compute the merged value of ``param``."""
         return [each for layer in self._layers.get(id(param), ()) for each in layer.parameters()]
 
     @torch.no_grad()
     def value(self, param: torch.Tensor) -> torch.Tensor:
-        """Return the merged value of ``param``, or its own where there is nothing to merge; what it
-        :meth:`needs` is whole."""
+        """Return the merged value of ``param``, or its own value if there is nothing to merge. The
+        parameters that :meth:`needs` lists must be whole."""
         layers = self._layers.get(id(param), ())
         before = [(each, each.data) for each in self.needs(param)]
         merged = [each for layer in layers for each in layer.modules() if hasattr(each, "merged_adapters")]

@@ -1,4 +1,4 @@
-"""Build an engine from its parts, on ranks that have met."""
+"""Build an engine from its parts, on ranks that have already joined."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def build_engine(
     """Build the engine on a mesh that exists already; arguments as in :func:`initialize`.
     Collective over the mesh.
 
-    ``observed``: with monitors, timers and lines. ``weights``: files and prefix.
+    ``observed``: with monitors, timers and log lines. ``weights``: files and prefix.
     """
     has_parameters = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
     resolved, packed = find_together(
@@ -123,9 +123,9 @@ def build_engine(
     if mesh.rank == 0:
         log_who_steps(lr_scheduler)
     observer = Observer()
-    if observed:  # rank 0 alone opens the monitors
+    if observed:  # only rank 0 opens the monitors
         observer = start_together(mesh, lambda: build_observer(settings, resolved, model, mesh, device))
-    # as in DeepSpeed: a pipeline reads the data in their own order
+    # as in DeepSpeed: a pipeline reads the data in its own order
     options = {"shuffle": pipeline is None} | ({"collate_fn": collate_fn} if collate_fn is not None else {})
     loader = None
     if training_data is not None:

@@ -24,7 +24,7 @@ _MICS = "zero_optimization.mics_shard_size"
 
 
 class _ByStage(type):
-    """Decides ``isinstance`` by the stage of an engine's optimizer: one class serves all."""
+    """Implements ``isinstance`` by the stage of an engine's optimizer: one class serves all."""
 
     frees: bool
 
@@ -48,7 +48,7 @@ class DeepSpeedZeroOptimizer_Stage3(metaclass=_ByStage):
 
 
 class FP16_Optimizer:
-    """DeepSpeed's 16-bit optimizer at stage 0, for ``isinstance``: none is one here."""
+    """DeepSpeed's 16-bit optimizer at stage 0, for ``isinstance``: no optimizer here is one."""
 
 
 BF16_Optimizer = FP16_UnfusedOptimizer = FP16_Optimizer
@@ -81,7 +81,7 @@ class EngineMpu:
     def get_model_parallel_world_size(self) -> int:
         return self._mesh.shape.model
 
-    # DeepSpeed calls the model axis "slice" where a pipeline is about.
+    # DeepSpeed calls the model axis "slice" in the context of a pipeline.
     get_slice_parallel_rank = get_model_parallel_rank
     get_slice_parallel_world_size = get_model_parallel_world_size
 
@@ -102,7 +102,7 @@ class PipelineParallelGrid(EngineMpu):
         self.world_size = shape.world_size
         self.stage_id = self.get_stage_id()
         self.data_parallel_id = self.get_data_parallel_rank()
-        # attributes, as in DeepSpeed; those of the engine are methods
+        # attributes, as in DeepSpeed; the engine's are methods
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self._topology = PipeModelDataParallelTopology(shape.pipe, shape.model, shape.data_parallel_size)
@@ -123,7 +123,7 @@ class PipelineParallelGrid(EngineMpu):
     get_slice_parallel_group = get_model_parallel_group
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """Return the rank at ``stage_id`` of this rank's, or the named, pipeline."""
+        """Return the rank at ``stage_id`` of this rank's pipeline, or of the given one."""
         here = self._topology.get_coord(self.global_rank)
         at = {"pipe": stage_id, "data": here.data, "model": here.model} | kwargs
         return self._topology.get_rank(**at)
@@ -138,7 +138,7 @@ class PipelineParallelGrid(EngineMpu):
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--deepspeed`` (a flag that is accepted and changes nothing) and ``--deepspeed_config
-    FILE`` with its name of ours, ``--zero_trial_config``. Returns the parser, as DeepSpeed does."""
+    FILE`` with our alias ``--zero_trial_config``. Returns the parser, as DeepSpeed does."""
     group = parser.add_argument_group("zero_trial", "configuration of zero_trial.initialize")
     group.add_argument(
         "--deepspeed",
@@ -155,11 +155,11 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 def DeepSpeedConfig(config: Mapping[str, Any] | str | Path, mpu: Any = None, mesh_device: Any = None) -> DsConfig:
     """Read a ds_config (dict, path or base64) and return it with all three batch sizes, solved for
-    the ranks that there are.
+    the current ranks.
 
     Args:
-        mpu: has ``get_data_parallel_world_size``, where ranks share data in another way.
-        mesh_device: accepted; ``mesh`` of ds_config has the axes.
+        mpu: has ``get_data_parallel_world_size``, if ranks share data in another way.
+        mesh_device: accepted and ignored; ``mesh`` in ds_config sets the axes.
     """
     found = read_ds_config(config)
     ranks = (
@@ -170,9 +170,9 @@ def DeepSpeedConfig(config: Mapping[str, Any] | str | Path, mpu: Any = None, mes
 
 
 def require_mesh(mesh_param: Any, mesh: Mesh, config: DsConfig) -> None:
-    """Raise ConfigError if ``initialize(mesh_param=(data, sequence))`` asks for other ranks than
-    ``mesh`` has (sequence parallelism does not exist), or if ds_config asks for other axes than an
-    ``mpu`` has made."""
+    """Raise ConfigError if ``initialize(mesh_param=(data, sequence))`` does not match the ranks of
+    ``mesh`` (sequence parallelism is not supported), or if ds_config's axes do not match those of
+    an ``mpu``."""
     asked = {f"mesh.{axis}": getattr(config.mesh, axis) for axis in AXES}
     for path, size in (asked | {_MICS: config.zero_optimization.mics_shard_size}).items():
         axis = "shard" if path == _MICS else path.removeprefix("mesh.")
@@ -195,13 +195,13 @@ def require_mesh(mesh_param: Any, mesh: Mesh, config: DsConfig) -> None:
 
 
 def hints_of(args: Any, model: Any = None) -> dict[str, Any]:
-    """Return values for "auto", by the names that Hugging Face's TrainingArguments and plain
-    scripts use; of an object with attributes, or None. Hugging Face style models declare their
-    width.
+    """Return values for "auto", under the names used by Hugging Face's TrainingArguments and plain
+    scripts. ``args``: an object with attributes, or None. Hugging Face models declare their width
+    in ``model.config``.
 
-    Values that mean "not set" are left out: None, ``max_steps=-1``, and ``warmup_steps=0`` beside a
-    ``warmup_ratio``. TrainingArguments' ``train_batch_size`` is that of one device, under another
-    name here.
+    Values that mean "not set" are skipped: None, ``max_steps=-1``, and ``warmup_steps=0`` together
+    with a ``warmup_ratio``. TrainingArguments' ``train_batch_size`` is per device, which has a
+    different name here.
     """
     described = getattr(model, "config", None)
     widths = [getattr(described, name, None) for name in ("hidden_size", "d_model", "n_embd")]
@@ -226,7 +226,7 @@ ROUTES = ("train", "eval", "predict")
 
 
 class ShardedLoader(DataLoader[Any]):
-    """A DataLoader over one rank's part, reshuffled alike on all ranks at every pass."""
+    """A DataLoader over one rank's part, reshuffled at every pass in the same way on all ranks."""
 
     def __init__(self, dataset: Any, sampler: DistributedSampler[Any], **options: Any) -> None:
         self._passes = 0
@@ -271,8 +271,8 @@ def rank_loader(
     sampler: Any = None,
     **options: Any,
 ) -> DataLoader[Any]:
-    """Return this rank's part of ``dataset`` in batches of ``batch_size``: what ``training_data``
-    and ``engine.deepspeed_io`` give. ``shuffle``, by default for training: in another order at each
+    """Return this rank's part of ``dataset`` in batches of ``batch_size``, for ``training_data``
+    and ``engine.deepspeed_io``. ``shuffle`` (default for training): use a different order at each
     pass, the same on all ranks. Iterable data sets shard themselves; a ``sampler`` chooses this
     rank's samples itself."""
     if route not in ROUTES:

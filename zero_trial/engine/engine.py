@@ -49,7 +49,7 @@ class Engine(EngineAccessors):
     """A model with its sharded optimizer: ``loss = engine(x)``, ``engine.backward(loss)``,
     ``engine.step()``.
 
-    Every rank must call ``backward`` and ``step`` equally often.
+    Every rank must make the same number of calls to ``backward`` and ``step``.
 
     Args:
         module: the user's model; its parameters are the sharded model's.
@@ -114,8 +114,8 @@ class Engine(EngineAccessors):
         self._passes = BackwardPasses(self, outcome, resolved, observer)
         self._background = BackgroundSaver(mesh.world)
         self._decoupled = config.checkpoint.writer.decoupled
-        self.looked_for_runs = time.time()  # that save into the same folder
-        self._warned = False  # that optimizer.zero_grad() does nothing
+        self.looked_for_runs = time.time()  # for other runs that save into the same folder
+        self._warned = False  # about optimizer.zero_grad() doing nothing
         if optimizer is not None:
             optimizer.guard.on_zero_grad(weakref.WeakMethod(self._zero_grad_of_optimizer))
         if observer.events is not None:
@@ -129,7 +129,7 @@ class Engine(EngineAccessors):
         if self.sharded.moved.kinds:
             self.sharded.moved.require_here("engine.forward", ("lp_params",))
         if self.config.activation_checkpointing.cpu_checkpointing:
-            offload_checkpoints(self.module, everywhere=True)  # also what has begun to checkpoint since
+            offload_checkpoints(self.module, everywhere=True)  # also modules that have enabled checkpointing since
         with self.observer.phase(FORWARD, self):
             if self.resolved.policy.param != torch.float32:
                 args, kwargs = cast_floats((args, kwargs), self.resolved.policy.param)
@@ -165,7 +165,7 @@ class Engine(EngineAccessors):
         """
         try:
             return self._passes.run(loss, retain_graph=retain_graph, divide=scale_wrt_gas, weight=weight)
-        except RuntimeError:  # of torch, which cannot name the cause: model.half() after initialize()
+        except RuntimeError:  # from torch, which cannot name the cause: model.half() after initialize()
             self._table.check("engine.backward")
             raise
 
@@ -198,7 +198,7 @@ class Engine(EngineAccessors):
         if self._managed and not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
             return
-        # From here on every rank takes the same step: what can be refused on one rank alone was
+        # From here on every rank takes the same step: everything that a single rank can refuse was
         # refused above, before any collective of the step.
         if self.optimizer is not None and not self._passes.pending:
             self._passes.require_gradients()
@@ -234,7 +234,7 @@ class Engine(EngineAccessors):
             self._background.poll()
 
     def _warn_of_missing_steps(self) -> None:
-        """Log once that there are too few calls of :meth:`step`, if the engine counts them."""
+        """Log once that :meth:`step` is not called often enough, if the engine counts the calls."""
         if not self._managed or self._boundary is not None or self.optimizer is None:
             return
         self._passes.hints = False
@@ -265,8 +265,8 @@ class Engine(EngineAccessors):
                 param.grad = None
 
     def _zero_grad_of_optimizer(self) -> None:
-        """Do what optimizer.zero_grad() means: before the first micro-batch of a step what
-        :meth:`zero_grad` does. Loops call it before every micro-batch, where it drops nothing."""
+        """Implement optimizer.zero_grad(): before the first micro-batch of a step, the same as
+        :meth:`zero_grad`. Loops call it before every micro-batch, where it drops nothing."""
         if not self.pending_micro_batches():
             if self._passes.any:
                 self.zero_grad()
@@ -277,7 +277,7 @@ class Engine(EngineAccessors):
             )
 
     def _restart_accumulation(self, done: int) -> None:
-        """Forget ``done`` micro-batches; refuse it a second time without a step in between."""
+        """Drop ``done`` micro-batches; refuse to do so twice without a step in between."""
         wanted = self._batch.accumulation
         if self._restarted:
             raise TrialError(
@@ -496,7 +496,7 @@ class Engine(EngineAccessors):
         )
 
     def restore_progress(self, counters: Mapping[str, int], loss_scale: Mapping[str, Any]) -> None:
-        """Restore a checkpoint's counters, and its loss scale from JSON."""
+        """Restore a checkpoint's counters, and the loss scale from its JSON values."""
         self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
         self.micro_steps = counters["micro_steps"]
         if self.micro_steps % self._batch.accumulation:  # saved with another accumulation
@@ -539,8 +539,8 @@ class Engine(EngineAccessors):
         """Return the module's whole state dict in the host's memory on rank 0, and None on the
         others; libraries for DeepSpeed call it at stage 3. Collective: every rank must call.
 
-        ``state_dict()`` of the module and its parts has names without values after it, until the
-        model is used again: libraries call that on some ranks alone while they save.
+        After the call, ``state_dict()`` of the module and its parts has names without values, until
+        the model is used again: libraries call it on only some ranks while they save.
         """
         where = "engine._zero3_consolidated_16bit_state_dict"
         state = first_rank_state(self, where, exclude_frozen_parameters)

@@ -86,12 +86,12 @@ def load_state(
 
 
 def find_checkpoint(world: AxisComm, directory: Path, tag: str | None) -> CheckpointReader | None:
-    """Open ``directory/tag``, or the newest checkpoint that is intact; None, with a warning, where
+    """Open ``directory/tag``, or the newest intact checkpoint; return None, with a warning, if
     there is none at all. Collective.
 
     Each rank hashes its share of the files, so that no rank waits for another to read a whole
-    checkpoint. Raises CheckpointError if ``tag`` is damaged, or all checkpoints are, because
-    starting from scratch would not be intended.
+    checkpoint. Raises CheckpointError if ``tag`` is damaged, or all checkpoints are, because the
+    user did not intend to start from scratch.
     """
     listed = fail_together(
         world, lambda: _candidates(directory, tag) if world.index == 0 else ([], []), "find checkpoint"
@@ -131,7 +131,7 @@ def _candidates(directory: Path, tag: str | None) -> tuple[list[str], list[str]]
     refuse_deepspeed(directory, tag)
     if tag is not None:
         return [str(checkpoint_folder(directory, tag))], []
-    if (directory / MANIFEST_NAME).is_file():  # starting from scratch would not be intended
+    if (directory / MANIFEST_NAME).is_file():  # the user did not intend to start from scratch
         raise CheckpointError(
             "this is a checkpoint, not a folder of checkpoints",
             where=f"load_checkpoint({str(directory)!r})",
@@ -177,8 +177,8 @@ def _take_counters(engine: EngineAccessors, state: Mapping[str, Any]) -> None:
 
 
 def _read_weights(engine: EngineAccessors, reader: CheckpointReader, strict: bool, state: Mapping[str, Any]) -> None:
-    """Read parameters and buffers. A checkpoint that was saved without frozen parameters must have
-    all others; the frozen ones keep the model's values."""
+    """Read parameters and buffers. A checkpoint saved without frozen parameters must contain all
+    others; the frozen ones keep the model's values."""
     names = CheckpointNames(engine)
     known = reader.shapes
     wanted: dict[str, tuple[int, ...]] = {
@@ -201,7 +201,7 @@ def _read_weights(engine: EngineAccessors, reader: CheckpointReader, strict: boo
         for name, (param, _) in parameter_names(engine.module).items()
         if id(param) not in managed
     }
-    flat = {name: tensor.contiguous() for name, tensor in rest.items()}  # a copy, where it is not
+    flat = {name: tensor.contiguous() for name, tensor in rest.items()}  # a copy if not contiguous
     slices += [Slice.whole(name, tensor) for name, tensor in flat.items()]
     _warn_of_rounding(engine, reader, slices)
     with torch.no_grad():
@@ -265,8 +265,8 @@ def _read_average(
     whole: Mapping[str, dict[str, Any]],
     rank: int,
 ) -> list[str]:
-    """Restore the number of steps that the average of the weights has seen; return the kinds of
-    state to read, without the average where this engine keeps none."""
+    """Restore the number of steps in the moving average of the weights; return the kinds of state
+    to read, without the average if this engine does not track one."""
     ema, saved, kinds = optimizer.ema, state.get("ema"), list(state["kinds"])
     if saved is not None and ema is None:
         for own in whole.values():
@@ -334,7 +334,7 @@ def _require_same_optimizer(
 
 
 def _read_rank_state(engine: EngineAccessors, reader: CheckpointReader) -> None:
-    """Restore the random generators of this rank, and its own values of buffers that differ between
+    """Restore this rank's random generators, and its own values of buffers that differ between
     ranks.
 
     Rank r restores the generators of saved rank r: torch's, CUDA's, Python's and numpy's. On more
@@ -361,7 +361,7 @@ def _read_rank_state(engine: EngineAccessors, reader: CheckpointReader) -> None:
 
 
 def refuse_deepspeed(directory: Path, tag: str | None) -> None:
-    """Raise CheckpointError for DeepSpeed's saves, from which the run was meant to continue."""
+    """Raise CheckpointError for DeepSpeed's saves, which the run was meant to continue from."""
     folder = directory / (tag or "")
     if not folder.is_dir() or (folder / MANIFEST_NAME).is_file():
         return
@@ -375,7 +375,7 @@ def refuse_deepspeed(directory: Path, tag: str | None) -> None:
 
 
 def engine_state(reader: CheckpointReader) -> dict[str, Any]:
-    """Decode the engine's own state. Raises CheckpointError if no engine wrote any."""
+    """Decode the engine's own state. Raises CheckpointError if no engine wrote it."""
     state = decode_state(reader.manifest.state, reader.read)
     counters = state.get("counters") if isinstance(state, dict) and state.keys() >= _STATE_KEYS else None
     if not isinstance(counters, dict) or not all(isinstance(counters.get(name), int) for name in COUNTERS):

@@ -34,13 +34,13 @@ __all__ = [
 
 log = logging.getLogger("zero_trial")
 
-# a number, or a tensor where the optimizer's lr is one
+# a number, or a tensor if the optimizer's lr is a tensor
 Rate = Any
 Momenta = list[tuple[float, float]]
 
 
 class _ParameterError(ConfigError, ValueError):
-    """A schedule's parameter cannot be used. Scripts catch ValueError, as DeepSpeed raises it."""
+    """Invalid parameter of a schedule. Scripts catch ValueError, which DeepSpeed raises."""
 
 
 class LRSchedule:
@@ -74,7 +74,7 @@ class LRSchedule:
         self._write()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the iteration, as JSON values; the parameters come from the configuration."""
+        """Return the iteration as JSON values; the parameters come from the configuration."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -134,7 +134,7 @@ class WarmupLR(LRSchedule):
         return [low + delta * factor for low, delta in zip(self.min_lrs, self.delta_lrs, strict=True)]
 
     def _factor(self, iteration: int) -> float:
-        """Return the lr's place between minimum (0) and maximum (1), from iteration 0 on."""
+        """Return the lr's position between minimum (0) and maximum (1), starting at iteration 0."""
         if iteration < self.warmup_num_steps:
             return _warmup_factor(iteration, self.warmup_num_steps, self.warmup_type)
         return 1.0
@@ -247,7 +247,7 @@ class OneCycle(LRSchedule):
             ``cycle_second_step_size`` is set.
         cycle_first_stair_count: the number of stairs on the way up (0: none); the same on the way
             down.
-        decay_step_size: the number of steps after which the decay rates apply once more; 0: no
+        decay_step_size: the number of steps after which the decay rates apply again; 0: no
             decay.
     """
 
@@ -322,7 +322,7 @@ class OneCycle(LRSchedule):
         rising = x <= self.step_ratio
         stairs = self.first_stair_count if rising else self.second_stair_count
         if stairs > 0:
-            # from the whole step, not from x: rounding just below a stair would lose a whole one
+            # floor the steps, not x: rounding just below a stair would lose the whole stair
             at = step % self.total_size
             if at <= self.first_step_size:
                 return math.floor(at * stairs / self.first_step_size) / stairs
@@ -405,7 +405,7 @@ def _check_names(name: str, given: dict[str, Any], make: Callable[..., Any]) -> 
 
 
 def _with_groups(optimizer: Any) -> Any:
-    """Return ``optimizer``, or the torch optimizer that a wrapper without groups of its own has."""
+    """Return ``optimizer``, or the torch optimizer inside a wrapper without groups of its own."""
     if hasattr(optimizer, "param_groups"):
         return optimizer
     inner = getattr(optimizer, "optimizer", None)
@@ -415,7 +415,7 @@ def _with_groups(optimizer: Any) -> Any:
 
 
 def _own_rates(optimizer: Any) -> list[Rate]:
-    """Return the groups' learning rates as they are now; they may be tensors, which are copied."""
+    """Return the groups' current learning rates; tensors are copied."""
     rates = [group["lr"] for group in _with_groups(optimizer).param_groups]
     return [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
 
@@ -511,7 +511,7 @@ def lr_scheduler_of(optimizer: torch.optim.Optimizer | None, client: Any, where:
         client = _made_lr_scheduler(client, optimizer, where)
     theirs = getattr(client, "optimizer", None)
     ours = optimizer.param_groups if optimizer is not None else None
-    # a wrapper around ours has the same groups: what it changes is ours
+    # a wrapper around our optimizer has the same groups, so its changes reach ours
     if ours is not None and isinstance(theirs, torch.optim.Optimizer) and theirs.param_groups is not ours:
         kind = type(client).__name__
         raise ConfigError(
@@ -525,8 +525,8 @@ def lr_scheduler_of(optimizer: torch.optim.Optimizer | None, client: Any, where:
 
 
 def _made_lr_scheduler(make: Any, optimizer: torch.optim.Optimizer, where: str) -> Any:
-    """Return what the client's class or function makes of ``optimizer``. Raises ConfigError where
-    that is no LR scheduler: every learning rate would silently stay as it is."""
+    """Return what the client's class or function creates for ``optimizer``. Raises ConfigError if
+    that is no LR scheduler: otherwise every learning rate would silently stay constant."""
     name = getattr(make, "__name__", type(make).__name__)
     kind = name if isinstance(make, type) else "StepLR"
     fix = f"Pass a function that returns a scheduler: lr_scheduler=lambda optimizer: {kind}(optimizer, ...)."
@@ -551,7 +551,7 @@ def _made_lr_scheduler(make: Any, optimizer: torch.optim.Optimizer, where: str) 
 def stepped_by_engine(lr_scheduler: Any, given: Mapping[str, Any]) -> Any:
     """Return the scheduler that an engine step advances with the arguments ``given``, or None if
     its ``step`` needs arguments and none are given. Raises ConfigError if the given arguments are
-    not sufficient, because after the update it would be too late."""
+    not sufficient: an error after the update would be too late."""
     if not (missing := missing_arguments(lr_scheduler, given)):
         return lr_scheduler
     if not given:
@@ -566,7 +566,7 @@ def stepped_by_engine(lr_scheduler: Any, given: Mapping[str, Any]) -> Any:
 
 
 def log_who_steps(lr_scheduler: Any) -> None:
-    """Log a line where the engine does not step the scheduler."""
+    """Log a line if the engine does not step the scheduler."""
     if lr_scheduler is None or isinstance(lr_scheduler, type):  # of an engine without an optimizer
         return
     if missing := missing_arguments(lr_scheduler, {}):
@@ -584,7 +584,7 @@ class HandSteps:
         self._step, self._count, self._logged = -1, 0, False
 
     def see(self, lr_scheduler: Any, step: int) -> None:
-        """Compare the schedule's own count before and after each step; a load changes ``step``."""
+        """Compare the schedule's own count before and after each step; a load replaces ``step``."""
         count = getattr(lr_scheduler, "last_epoch", getattr(lr_scheduler, "last_batch_iteration", None)) or 0
         if step == self._step and count > self._count and not self._logged:
             self._logged = True

@@ -64,7 +64,7 @@ def require(package: str, section: str) -> None:
     try:
         found = find_spec(package) is not None
     except (ModuleNotFoundError, ValueError):
-        # a parent is missing, or a stand-in without a spec is loaded
+        # a parent is missing, or a mock without a spec is loaded
         found = False
     if not found:
         raise ConfigError(
@@ -226,7 +226,7 @@ class Observer:
     @contextmanager
     def phase(self, name: str, engine: EngineAccessors) -> Iterator[None]:
         """Measure FORWARD, BACKWARD, REDUCE_WAIT or STEP. A phase that raises is not counted; if
-        memory ran out, the error gets a table of what the largest groups hold."""
+        memory ran out, a table of the largest groups' memory is added to the error."""
         with trace_range(name):
             self.begin(name, engine)
             try:
@@ -238,21 +238,21 @@ class Observer:
             self.end(name, engine)
 
     def begin(self, name: str, engine: EngineAccessors) -> None:
-        """Begin a phase; the profiler begins last and ends first, to measure little else."""
+        """Begin a phase; the profiler begins last and ends first, to exclude most overhead."""
         if self.timers is not None:
             self.timers.begin(name)
         if self.profiler is not None:
             self.profiler.begin(name, engine)
 
     def end(self, name: str, engine: EngineAccessors) -> None:
-        """End a phase that has been begun."""
+        """End the current phase."""
         if self.profiler is not None:
             self.profiler.end(name, engine)
         if self.timers is not None:
             self.timers.end(name)
 
     def after_step(self, engine: EngineAccessors) -> None:
-        """Record that an optimizer step is over, applied or skipped."""
+        """Record that an optimizer step is complete, applied or skipped."""
         if self.events is not None:
             self.events.after_step(engine)
         if self.lines is not None:
@@ -260,13 +260,13 @@ class Observer:
 
     def pause_collector(self, engine: EngineAccessors) -> None:
         """Disable Python's cycle collector (``disable_python_gc``) until the engine is closed or
-        garbage. The collector belongs to the process: the first engine that paused it decides."""
+        garbage collected. The collector is per process: the first engine that paused it decides."""
         if gc.isenabled():
             gc.disable()
             self._resume_collector = weakref.finalize(engine, gc.enable)
 
     def close(self) -> None:
-        """Write remaining events, close the monitors, and resume the collector."""
+        """Write the remaining events, close the monitors, and resume the collector."""
         if self.events is not None:
             self.events.write_evaluation()
         self.monitor.close()
@@ -312,7 +312,7 @@ class PeriodicLines:
         self._samples_before: int | None = None
 
     def after_step(self, engine: EngineAccessors) -> None:
-        """Count the step, and log the lines if they are due."""
+        """Count the step, and log the lines when they are due."""
         before, self._samples_before = self._samples_before, engine.global_samples
         self._samples += engine.global_samples - before if before is not None else engine.train_batch_size()
         self._steps += 1
@@ -350,7 +350,7 @@ def timer_line(timers: Timers, steps: int, seconds: float) -> str:
     """Return ``ms per step: forward 1.20 | backward 2.41 | reduce wait 0.32 | step 0.90 | other
     0.11``; the micro-batches of a step are summed.
 
-    "other" is the host's time outside of these phases: data, loss outside of the engine, printing.
+    "other" is the host's time outside these phases: data, loss outside the engine, printing.
     """
     sums = {phase: total / steps for phase, total in timers.take().items()}
     sums["other"] = max(seconds * 1e3 / steps - sum(sums.values()), 0.0)
@@ -366,14 +366,14 @@ def memory_line(engine: EngineAccessors, device: torch.device) -> str:
         sizes = (of.memory_allocated(device), of.max_memory_allocated(device), of.memory_reserved(device))
         now, most, reserved = (f"{size / 2**20:.1f} MiB" for size in sizes)
         return f"memory: {states}; {device} {now} allocated, {most} peak, {reserved} reserved"
-    unit = 1 if sys.platform == "darwin" else 1024  # what ru_maxrss counts in
+    unit = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return f"memory: {states}; process {peak / 2**20:.1f} MiB peak resident"
 
 
 def memory_table(engine: EngineAccessors, most: int | None = None) -> str:
-    """Return what each group (or the ``most`` largest) holds on this rank now, the largest first,
-    below :func:`memory_line`. Memory that two tensors share counts once. Local."""
+    """Return the bytes that each group (or the ``most`` largest) holds on this rank now, largest
+    first, below :func:`memory_line`. Memory shared by two tensors counts once. Local."""
 
     def held(*tensors: torch.Tensor) -> int:
         memory = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
@@ -410,9 +410,8 @@ class StepEvents:
     """``Train/Samples/{train_loss, lr, loss_scale, eval_loss}`` against global samples.
 
     ``train_loss`` is this rank's loss averaged over the micro-batches of the step, as in DeepSpeed;
-    ``loss_scale`` is written where there is one. ``eval_loss`` is the mean of what ``engine(...)``
-    returned in eval mode while that was a scalar; it is written when training continues, and at
-    the end.
+    ``loss_scale`` is written if there is one. ``eval_loss`` is the mean of the scalars that
+    ``engine(...)`` returned in eval mode; it is written when training continues, and at the end.
     """
 
     def __init__(self, monitor: Monitor, *, scaled: bool) -> None:
@@ -424,7 +423,7 @@ class StepEvents:
         self._evaluated_at = 0
 
     def saw_loss(self, engine: EngineAccessors, loss: torch.Tensor) -> None:
-        self.write_evaluation()  # training goes on
+        self.write_evaluation()  # training continues
         value = loss.detach().float().reshape(())
         self._sum = value.clone() if self._sum is None else self._sum + value
         self._count += 1
@@ -451,7 +450,7 @@ class StepEvents:
         self._monitor.write_events(events)
 
     def write_evaluation(self) -> None:
-        """Write the mean of the evaluation before: training continues, or has ended."""
+        """Write the mean of the last evaluation: training continues, or has ended."""
         if self._evaluated:
             mean = torch.stack(self._evaluated).mean().item()
             self._evaluated.clear()
@@ -462,7 +461,7 @@ class StepEvents:
 
 
 def describe_state(config: DsConfig, resolved: ResolvedConfig, mesh: Mesh, groups: Sequence[ParamGroup]) -> str:
-    """Describe an engine at start: its whole configuration, mesh and parameter groups."""
+    """Describe an engine at start: its complete configuration, mesh and parameter groups."""
     batch, policy = resolved.batch, resolved.policy
     hidden = config.comet.api_key and "(not shown)"
     names = {"parameters": "param", "gradients": "grad", "wire": "comm", "masters": "master", "buffers": "buffer"}

@@ -47,14 +47,14 @@ def open_region_file(section: Section, nbytes: int, aio: AioSection, name: str, 
 
 
 class OffloadPlan:
-    """What construction asks: where masters go, how long pieces may be, and which store they get.
+    """What construction asks: where masters go, how long pieces may be, and which store to use.
 
     Args:
-        mesh: where something is to leave its place on some rank; None where nothing is on any.
-        homes: of parameters, masters or state in regions, or of a device whose updates run on the
-            host; None: on this rank, all stays in place.
-        section: says how many buffers updates have.
-        most: elements of a piece at most.
+        mesh: if something is offloaded on some rank; None if nothing is offloaded on any rank.
+        homes: of parameters, masters or state in regions, or on a device whose updates run on the
+            host; None: nothing is offloaded on this rank.
+        section: sets the number of buffers for updates.
+        most: maximum number of elements in a piece.
         copier: copies between the host, where updates run, and the device that has the parameters;
             None if updates run where the parameters are.
     """
@@ -75,7 +75,7 @@ class OffloadPlan:
         self.copier = copier
 
     def on_group_built(self, group: ParamGroup) -> None:
-        """Move what is offloaded of a group that has just been built."""
+        """Move the offloaded parts of a group that has just been built."""
         if self._homes is not None:
             self._homes.swap_out(group)
 
@@ -91,10 +91,10 @@ class OffloadPlan:
         extra_kinds: Sequence[str] = (),
     ) -> StateStore | None:
         """Return the store for ``base`` over ``pieces`` and this rank's ``whole`` tensors; None for
-        the usual one. Collective over the world. ``extra_kinds``: of state, in the
-        weights' dtype, that ``base`` does not make.
+        the default store. Collective over the world. ``extra_kinds``: kinds of state, in the
+        weights' dtype, that ``base`` does not create.
 
-        Another pipeline stage may have to make room, or to refuse: all learn whether it can.
+        Space may run out on another pipeline stage only, so all ranks learn whether any has failed.
         """
 
         def made() -> StateStore | None:
@@ -138,9 +138,9 @@ def plan_offload(
     """Plan where state lives, and open this rank's files. Collective over the world.
 
     Args:
-        plan: says where parameters live.
-        params: those that are trained.
-        living: the dtypes in which parameters live.
+        plan: determines where parameters live.
+        params: the trained parameters.
+        living: the dtypes in which parameters are stored.
         everything: all parameters of the model.
 
     Raises ConfigError, and on every rank DoesNotFit or StorageError if any rank's disk cannot be
@@ -148,10 +148,10 @@ def plan_offload(
     """
     zero = config.zero_optimization
     of_state, of_params = zero.offload_optimizer, zero.offload_param if plan.home is not Home.DEVICE else None
-    # Exchanges are the same on all ranks, though a pipeline stage may have nothing to train.
+    # All ranks take part in the same exchanges, even if a pipeline stage has nothing to train.
     leaves = of_state is not None and of_state.device not in ("none", device.type)
     away = leaves and bool(params)
-    # An update runs where the master is, and an fp32 parameter that leaves the device is its own.
+    # Updates run where the master is; an offloaded fp32 parameter is its own master.
     leaving = _freed(config, params) if of_params is not None else []
     wide = [param for param in leaving if has_own_master(living.of(param))]
     failure = DiskFailure()
@@ -192,8 +192,8 @@ def plan_offload(
 
 
 def leaves_parameters(config: DsConfig, plan: ZeroPlan, mesh: Mesh, params: Sequence[torch.Tensor]) -> bool:
-    """Return whether the plan's home gets any of ``params``, all of a model's: of what would go to
-    NVMe ``max_in_cpu`` elements do not. Local."""
+    """Return whether the plan's home receives any of ``params`` (all of a model's): ``max_in_cpu``
+    elements stay out of NVMe. Local."""
     section = config.zero_optimization.offload_param
     if section is None or plan.home is not Home.NVME:
         return True
@@ -209,12 +209,12 @@ def resolve_home(
     *,
     in_pipeline: bool,
 ) -> ResolvedConfig:
-    """Return ``resolved`` with another home for parameters if the plan's gets none of them."""
+    """Return ``resolved`` with another home for parameters if the plan's home receives none."""
     if leaves_parameters(config, resolved.plan, mesh, params):
         return resolved
     if not in_pipeline or device.type != "cpu":
         return replace(resolved, plan=resolved.plan.at(Home.of(device.type, "cpu")))
-    # A schedule gathers and frees alike on all stages, of which others may have a file.
+    # A schedule gathers and frees in the same way on all stages, and other stages may have a file.
     limits = replace(resolved.sharding.limits, kept_on_host=sys.maxsize)
     return replace(resolved, sharding=replace(resolved.sharding, limits=limits))
 
@@ -229,8 +229,8 @@ def _params_regions(
     copier: Copier | None,
     failure: DiskFailure,
 ) -> tuple[Region | None, HostRegion | None]:
-    """Open the region of parameters that the plan's home asks for, None if nothing goes there, and
-    host memory of a device for those that ``max_in_cpu`` keeps."""
+    """Open the region for parameters in the plan's home (None if there are none), and on a device
+    the host memory for parameters that ``max_in_cpu`` keeps out of NVMe."""
     widths = [(param, living.of(param).itemsize) for param in _freed(config, params)]
     cut = _cut(plan, mesh)
     wanted = sum(round_up(_elements([param], cut) * width, BLOCK) for param, width in widths) + (1 << 16)
@@ -251,7 +251,7 @@ def _params_regions(
 
 
 def _copier(device: torch.device, section: Section | None) -> Copier | None:
-    """Return copies between the host and ``device``; None if the device is the host."""
+    """Return the copier between the host and ``device``; None if the device is the host."""
     return None if device.type == "cpu" or section is None else Copier(device, pinned=section.pin_memory)
 
 
@@ -266,18 +266,18 @@ def _cut(plan: ZeroPlan, mesh: Mesh) -> int:
 
 
 def _elements(params: Sequence[torch.Tensor], ranks: int) -> int:
-    """Return the most elements that parts of ``params`` have on a rank of ``ranks``, padded."""
+    """Return the maximum number of elements, padded, of ``params`` on one of ``ranks`` ranks."""
     return sum(round_up(param.numel(), ALIGN) for param in params) // ranks
 
 
 def _all_or_none(mesh: Mesh, act: Callable[[], T], label: str) -> T:
-    """Return what ``act`` returns; where it fails on one rank, the others raise StorageError."""
+    """Return the result of ``act``; if it fails on one rank, the others raise StorageError."""
     sentence = "another rank could not allocate space for offloaded state"
     return fail_together(mesh.world, act, label, lambda fault: StorageError(sentence, where=label, got=fault))
 
 
 def offload_line(engine: Engine) -> str | None:
-    """Describe for the log of rank 0 what is offloaded; None where nothing was asked for."""
+    """Describe what is offloaded, for rank 0's log; None if nothing was requested."""
     zero, store = engine.config.zero_optimization, engine.optimizer.store if engine.optimizer is not None else None
     on_cpu, lines = engine.device.type == "cpu", []
     wishes = {"optimizer state": zero.offload_optimizer, "parameters": zero.offload_param}

@@ -1,4 +1,4 @@
-"""How an optimizer's class treats tensors, as far as known before training: whether it works
+"""How an optimizer's class treats tensors, as far as it is known before training: whether it works
 element by element, and whether it couples tensors.
 
     known elementwise (torch's Adam, SGD ... and ours)      flat pieces, split anywhere
@@ -57,16 +57,16 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     }
 )
 
-_STEPS = ((1.0, 3.0, 0.3), (40.0, 7.0, 90.0), (0.02, 0.1, 0.05))  # of the probe: sizes of gradients
-_SHAPES = ((), (5,), (4, 3), (3, 2, 2), (3, 2, 2, 2))  # by the number of dimensions
+_STEPS = ((1.0, 3.0, 0.3), (40.0, 7.0, 90.0), (0.02, 0.1, 0.05))  # magnitudes of the probe's gradients
+_SHAPES = ((), (5,), (4, 3), (3, 2, 2), (3, 2, 2, 2))  # indexed by number of dimensions
 _OTHER_SHAPES = ((), (7,), (3, 5), (2, 3, 2), (2, 3, 2, 2))
-_TOLERANCE = 1e-4  # of a number; a norm over all tensors changes it by more than a tenth
-_ROUNDING = 5e-7  # of weights up to 4
+_TOLERANCE = 1e-4  # relative; a norm over all tensors changes a number by more than 10 %
+_ROUNDING = 5e-7  # absolute, for weights up to 4
 
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Return whether this class may work on flat pieces of tensors: its ``elementwise`` attribute,
-    else whether it is known to, or inherits its step from a class that is known to."""
+    """Return whether this class can work on flat pieces of tensors: its ``elementwise`` attribute,
+    or else whether the class, or the class that defines its step, is known to be elementwise."""
     declared = getattr(optimizer_class, "elementwise", None)
     if isinstance(declared, bool):
         return declared
@@ -82,12 +82,12 @@ def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
 def needs_whole_tensors(
     optimizer_class: type[torch.optim.Optimizer], declared: bool = False, *, offloaded: bool = False
 ) -> bool:
-    """Return whether tensors may not be cut for this class.
+    """Return whether this class must not get split tensors.
 
     Args:
-        declared: ds_config says that the optimizer works element by element.
+        declared: ds_config declares that the optimizer works element by element.
         offloaded: pieces may be updated one after the other. Our LAMB sums its norms over pieces,
-            of which it needs all at once.
+            and needs all of them at once.
     """
     if issubclass(optimizer_class, FusedLamb):
         return offloaded
@@ -103,8 +103,8 @@ class _Kind(NamedTuple):
 
 
 def probe(make: Make, groups: Sequence[Mapping[str, Any]]) -> tuple[bool | None, str]:
-    """Return whether the update of one tensor depends on others; or None, and why this could not be
-    tested.
+    """Return whether the update of one tensor depends on others; or None, and the reason why this
+    could not be tested.
 
     Steps ``make``'s optimizer on tiny tensors of the kinds in ``groups``, together and one by one.
     Restores the random generators.
@@ -125,7 +125,7 @@ def probe(make: Make, groups: Sequence[Mapping[str, Any]]) -> tuple[bool | None,
         return not all(map(_alike, together, alone)), ""
     except ConfigError:
         raise
-    except Exception as error:  # any code may run here, of any quality
+    except Exception as error:  # arbitrary user code may run here
         return None, f"{type(error).__name__}: {str(error)[:80]}"
     finally:
         torch.set_rng_state(numbers)
@@ -136,7 +136,7 @@ def _train(
     make: Make, groups: Sequence[Mapping[str, Any]], kinds: Sequence[_Kind], chosen: Sequence[int]
 ) -> list[dict[str, torch.Tensor]]:
     """Return for each of ``chosen``, after some steps, its change, its state, and the counters of
-    its group and of the optimizer, where a coupling may be visible long before it affects the
+    its group and of the optimizer: a coupling may be visible there long before it affects the
     weights (D-adaptation)."""
     starts: dict[int, torch.Tensor] = {}
     weights: dict[int, nn.Parameter] = {}
@@ -164,7 +164,7 @@ def _train(
 
 
 def _numbers(value: Any, place: str) -> dict[str, torch.Tensor]:
-    """Return all numbers in plain containers, as tensors by their place."""
+    """Return all numbers in plain containers, as tensors keyed by their path."""
     if torch.is_tensor(value):
         return {place: value.detach().double()} if not value.is_complex() else {}
     if isinstance(value, (bool, int, float)):
@@ -174,7 +174,7 @@ def _numbers(value: Any, place: str) -> dict[str, torch.Tensor]:
 
 
 def _alike(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether the numbers that both have agree, as far as rounding allows."""
+    """Return whether the numbers present in both agree, within rounding."""
     for place, value in one.items():
         if place in other and value.shape == other[place].shape and value.numel():
             size = other[place].abs().max().item()
@@ -213,7 +213,7 @@ def _is_plain(value: object) -> bool:
 
 def stand_ins(groups: Sequence[Mapping[str, Any]]) -> tuple[Groups, dict[int, nn.Parameter]]:
     """Return the groups over zeros in the parameters' shapes, which take no memory, and the
-    parameters by the ids of these, to find out which groups a callable builds."""
+    parameters by the ids of these zeros, to find out which groups a callable builds."""
     known: dict[int, nn.Parameter] = {}
     own: list[list[nn.Parameter]] = [[] for _ in groups]
     for params, group in zip(own, groups, strict=True):
@@ -226,11 +226,11 @@ def stand_ins(groups: Sequence[Mapping[str, Any]]) -> tuple[Groups, dict[int, nn
 
 
 def regrouped(optimizer: torch.optim.Optimizer, groups: Groups, known: Mapping[int, nn.Parameter]) -> Groups | None:
-    """Return the groups that a callable built from stand-ins, over the parameters; None if it used
+    """Map the groups that a callable built from stand-ins back to the parameters; None if it used
     the given groups.
 
     The callable has seen shapes, which flat pieces do not have. Raises ConfigError if it uses other
-    tensors than the given ones, such as the model's own parameters, because nothing would train.
+    tensors, such as the model's own parameters, because nothing would train.
     """
     strangers = sum(id(param) not in known for group in optimizer.param_groups for param in group["params"])
     if strangers:
@@ -263,7 +263,7 @@ class OptimizerPlan:
         one_owner: one rank updates all tensors, because the optimizer's step couples them.
         at_once: the optimizer is stepped once per step, with all tensors, because its class may
             count its steps or couple tensors.
-        work: of updating a whole tensor of a shape.
+        work: the cost of updating a whole tensor of a given shape.
     """
 
     groups: Groups
@@ -384,7 +384,7 @@ def _require_fp32_masters(states: str, model: nn.Module, groups: Groups) -> None
 
 
 def _one_owner(make: Make, groups: Groups, name: str, mesh: Mesh) -> bool:
-    """Return whether one rank must update all tensors. Raises ConfigError if none can."""
+    """Return whether one rank must update all tensors. Raises ConfigError if no rank can."""
     couples, why = probe(make, groups)
     parts = mesh.pipe.size > 1 or mesh.model_part[1] > 1
     if couples and parts:
@@ -409,7 +409,7 @@ def _one_owner(make: Make, groups: Groups, name: str, mesh: Mesh) -> bool:
 
 
 def _work_of(optimizer_class: type) -> Work:
-    """Return the work of updating a tensor: Muon's operations, else one per element."""
+    """Return the cost of updating a tensor: Muon's operations, otherwise one per element."""
     return orthogonalization_flops if any("Muon" in each.__name__ for each in optimizer_class.__mro__) else math.prod
 
 
@@ -436,7 +436,7 @@ def made_by_client(plan: OptimizerPlan, weights: list[list[nn.Parameter]]) -> to
 
 
 def unbuildable(fault: str) -> ConfigError:
-    """Return the error for a callable that fails on some rank."""
+    """Return the error for a callable that failed on some rank."""
     return ConfigError(
         "this callable fails with the tensors of one rank: each rank passes only the tensors that it owns",
         where="initialize(optimizer)",

@@ -61,7 +61,7 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterabl
 
 def groups_over(weights: Sequence[Sequence[nn.Parameter]], groups: Sequence[Mapping[str, Any]]) -> Groups:
     """Return the same groups with the same settings, over pieces of masters, or whole tensors,
-    instead of parameters; ``weights`` are those of each group."""
+    instead of parameters. ``weights``: the tensors of each group."""
     return [
         {key: value for key, value in group.items() if key != "params"} | {"params": list(own)}
         for own, group in zip(weights, groups, strict=True)
@@ -69,10 +69,10 @@ def groups_over(weights: Sequence[Sequence[nn.Parameter]], groups: Sequence[Mapp
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for an optimizer that calls the model, or takes no dense gradients."""
+    """Raise ConfigError for an optimizer that calls the model, or accepts no dense gradients."""
     name, step = type(optimizer).__name__, inspect.signature(type(optimizer).step).parameters
     required = "closure" in step and step["closure"].default is inspect.Parameter.empty
-    twice = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")  # SAM in all its forms
+    twice = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")  # SAM and its variants
     if required or twice or isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
             "this optimizer calls the model several times per step (a closure), which is impossible after backward",
@@ -91,10 +91,10 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
 
 
 def muon_groups(model: nn.Module, groups: Groups, params: Mapping[str, Any]) -> Groups:
-    """Split each group into what Muon trains and what AdamW trains, with ds_config's ``params`` for
-    each; a group's own settings win.
+    """Split each group into parameters for Muon and parameters for AdamW, with ds_config's
+    ``params`` for each; a group's own settings take precedence.
 
-    A parameter's ``use_muon`` decides; without it the rule of DeepSpeed 0.19: two or more
+    A parameter's ``use_muon`` decides; without it, the rule of DeepSpeed 0.19 applies: two or more
     dimensions, and neither ``embed`` nor ``lm_head`` in its name.
     """
     names = {id(param): name.lower() for name, param in model.named_parameters()}
@@ -123,14 +123,14 @@ def muon_groups(model: nn.Module, groups: Groups, params: Mapping[str, Any]) -> 
 
 # --- from ds_config's optimizer name and params to an optimizer -----------------------------------
 #
-# DeepSpeed's names are read in any case and with DeepSpeed 0.19.8's defaults (weight decay 0, also
+# DeepSpeed's names are case-insensitive and use DeepSpeed 0.19.8's defaults (weight decay 0, also
 # for AdamW); every other name is a class of torch.optim in exact case, with torch's defaults.
 
 
 WHERE = "optimizer.params"
 
-# Our own single pass, where the kernels can be had: the same update and state, nearer to float64
-# and without a cast of the gradient.
+# Our own fused kernels, if available: the same update and state, closer to float64 and without a
+# cast of the gradient.
 NATIVE: dict[type[torch.optim.Optimizer], tuple[type[torch.optim.Optimizer], Mapping[str, Any]]] = {
     torch.optim.AdamW: (FusedAdam, {"adam_w_mode": True}),
     torch.optim.Adam: (FusedAdam, {"adam_w_mode": False}),
@@ -138,8 +138,8 @@ NATIVE: dict[type[torch.optim.Optimizer], tuple[type[torch.optim.Optimizer], Map
     torch.optim.Adagrad: (FusedAdagrad, {}),
 }
 
-# Settings that choose an implementation or a variant: given any of them, the class that was named
-# is built.
+# Settings that select an implementation or a variant: if any of them is given, the named class
+# itself is built.
 _VARIANTS = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
 
 ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -147,10 +147,10 @@ ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """``optimizer_class`` with cleaned constructor arguments; ``note`` is a line for the report of
+    """``optimizer_class`` with cleaned constructor arguments; ``note`` is a log line that reports
     what was mapped.
 
-    ``torch_only``: torch's own implementation was asked for. ``states``: how its moments are stored
+    ``torch_only``: torch's own implementation was requested. ``states``: how its moments are stored
     (:mod:`zero_trial.ops.plain`).
     """
 
@@ -163,10 +163,10 @@ class OptimizerSpec:
 
     def build(self, param_groups: ParamGroups) -> torch.optim.Optimizer:
         """Return the optimizer over ``param_groups`` (tensors, or dicts with ``params`` and own
-        settings): in our native kernels where the device has them (``ZERO_TRIAL_OPS=reference``
-        turns them off).
+        settings), using our native kernels if the device has them (``ZERO_TRIAL_OPS=reference``
+        disables them).
 
-        Raises ConfigError where it refuses a value.
+        Raises ConfigError if the optimizer rejects a value.
         """
         groups: list[Any] = list(param_groups)
         factory: Callable[..., torch.optim.Optimizer] = self.optimizer_class
@@ -190,7 +190,7 @@ class OptimizerSpec:
             raise ConfigError(f"{self.name} does not accept its parameters", where=WHERE, got=str(refusal)) from refusal
 
     def _native(self, groups: list[Any]) -> bool:
-        """Return whether our kernels do all that is asked for, on every one of these tensors."""
+        """Return whether our kernels support all requested settings, for all of these tensors."""
         if (
             self.torch_only
             or self.optimizer_class not in NATIVE
@@ -203,15 +203,15 @@ class OptimizerSpec:
         if self.optimizer_class is torch.optim.SGD:
             momentum = self.params.get("momentum", 0.0)
             if not all(each.get("momentum", momentum) for each in settings):
-                return False  # no state, nothing to fuse: torch's own pass
+                return False  # no state, nothing to fuse: use torch's implementation
         tensors = [tensor for group in groups for tensor in _tensors(group)]
         simple = all(tensor.dtype == torch.float32 for tensor in tensors)
         return bool(tensors) and simple and all(native_on(device) for device in {tensor.device for tensor in tensors})
 
 
 def wanted_states(settings: DsConfig, optimizer: Any) -> str | None:
-    """Return how ds_config wants moments stored; None where it does not say. Raises ConfigError
-    where they are those of a client's ``optimizer``, which stores them as it likes."""
+    """Return how ds_config wants moments stored; None if it does not say. Raises ConfigError if a
+    client's ``optimizer`` owns the moments, since the client decides how they are stored."""
     asked = settings.data_types.optimizer_states
     wanted = asked if asked is not None else "bf16" if settings.bf16.bf16_optimizer_states else None
     if wanted is not None and optimizer is not None:
@@ -244,18 +244,18 @@ def _check_states(spec: OptimizerSpec, settings: Iterable[Mapping[str, Any]]) ->
 
 
 def _defaults(optimizer_class: type[torch.optim.Optimizer], names: Collection[str]) -> dict[str, Any]:
-    """Return the class's own defaults: torch's AdamW decays by 0.01, ours does not."""
+    """Return the class's own defaults: torch's AdamW has weight decay 0.01, ours has 0."""
     parameters = inspect.signature(optimizer_class).parameters
     return {name: parameters[name].default for name in names if name in parameters}
 
 
 def resolve_optimizer(name: str, params: Mapping[str, Any] | None = None, states: str | None = None) -> OptimizerSpec:
-    """Return the optimizer that ``{"type": name, "params": params}`` means. Raises ConfigError for
-    what cannot be honoured.
+    """Return the optimizer for ``{"type": name, "params": params}``. Raises ConfigError for
+    settings that are not supported.
 
     Args:
         states: how its moments are stored; None: as the params say (DeepSpeed's
-            ``fp32_optimizer_states``), else in fp32.
+            ``fp32_optimizer_states``), otherwise in fp32.
     """
     given = dict(params or {})
     if given.pop("fp32_optimizer_states", True) is False:
@@ -291,13 +291,13 @@ def _adam(name: str, given: dict[str, Any]) -> OptimizerSpec:
         _answer(
             {"bias_correction": False}, "bias_correction", True, "torch's Adam always corrects the bias of its moments"
         )
-    # gradients live in buffers that are zeroed, whatever this says
+    # no effect: gradients are in buffers that are always zeroed
     given.pop("set_grad_none", None)
     if not torch_adam:
-        # DeepSpeed's own Adam; torch_adam keeps torch's default (AdamW: 0.01)
+        # default of DeepSpeed's own Adam; torch_adam keeps torch's default (AdamW: 0.01)
         given.setdefault("weight_decay", 0.0)
     note = "Adam means AdamW (decoupled weight decay) unless adam_w_mode is false" if name.lower() == "adam" else None
-    # as DeepSpeed's recipes for BERT have it; torch has no such form, our own pass has
+    # as in DeepSpeed's recipes for BERT; torch has no such variant, but our kernels do
     if not corrected:
         own = {"adam_w_mode": decoupled, "bias_correction": False}
         return _spec(name, FusedAdam, {**given, **own}, note if decoupled else None)
@@ -316,7 +316,7 @@ def _lamb(name: str, given: dict[str, Any]) -> OptimizerSpec:
     return _spec(name, FusedLamb, given, _LAMB_NOTE)
 
 
-# Of Muon's parameters, those of its matrices alone, beside momentum and muon_lr.
+# Muon params that apply only to its matrices, in addition to momentum and muon_lr.
 _MUON_ONLY = ("nesterov", "ns_steps", "ns_coefficients")
 
 
@@ -329,7 +329,7 @@ def _muon(name: str, given: dict[str, Any]) -> OptimizerSpec:
     faults += _not_numbers(given, ("lr", "muon_lr", "adam_lr", "eps", "weight_decay", "momentum"))
     if faults:
         raise ConfigError.many(faults)
-    return OptimizerSpec(name, Muon, {}, note)  # its groups have the numbers: muon_groups
+    return OptimizerSpec(name, Muon, {}, note)  # muon_groups puts the numbers into its groups
 
 
 _LAMB_NOTE = (
@@ -339,7 +339,7 @@ _LAMB_NOTE = (
 
 
 def _one_bit(base: str, rule: Callable[[str, dict[str, Any]], OptimizerSpec]) -> Callable[[str, dict[str, Any]], Any]:
-    """Map a 1-bit optimizer to its base: nothing that is sent is compressed here."""
+    """Map a 1-bit optimizer to its base: communication is not compressed here."""
 
     def resolve(name: str, given: dict[str, Any]) -> OptimizerSpec:
         dropped = [key for key in COMPRESSION if given.pop(key, None) is not None]
@@ -420,7 +420,7 @@ def _spec(
 
 
 def _answer(given: dict[str, Any], key: str, only: bool, reason: str) -> None:
-    """Take a DeepSpeed parameter with one possible value, ``only``; others are refused."""
+    """Accept a DeepSpeed parameter only if its value is ``only``; refuse any other value."""
     value = given.pop(key, only)
     if value is not only:
         raise ConfigError(reason, where=f"{WHERE}.{key}", got=value, expected=only, fix="Remove it.")
@@ -433,7 +433,7 @@ def _is_number(value: object) -> bool:
 
 
 def _not_numbers(given: Mapping[str, Any], keys: Iterable[str]) -> list[ConfigError]:
-    """Return an error for each of ``keys`` whose value is given and is not a number."""
+    """Return an error for each of ``keys`` whose given value is not a number."""
     expected = "a number, without quotes"
     return [
         ConfigError("not a number", where=f"{WHERE}.{key}", got=repr(given[key]), expected=expected)

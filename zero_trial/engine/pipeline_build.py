@@ -30,10 +30,10 @@ log = logging.getLogger("zero_trial")
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """What ds_config says about the pipeline.
+    """The pipeline settings in ds_config.
 
-    ``parameters`` and ``reduction`` are None where they are what moves least; ``partition_method``
-    None and an interval of 0 are the module's own.
+    ``parameters`` and ``reduction``: None selects what communicates least. ``partition_method``
+    None and an interval of 0 select the module's own values.
     """
 
     stages: int = 1
@@ -47,18 +47,18 @@ class PipelineSettings:
 
 @dataclass(frozen=True)
 class ResolvedPipeline:
-    """What only a pipeline's engine needs. ``channel`` tells its messages apart."""
+    """What only a pipeline's engine needs. ``channel`` distinguishes its messages from others."""
 
     settings: PipelineSettings
     policy: ZeroPolicy
-    price: str  # of schedule and policy, in a line
+    price: str  # one line about the cost of schedule and policy
     manual_groups: tuple[ManualGroup, ...]
     channel: int
 
 
 def pipeline_settings(config: DsConfig, device: str = "cpu") -> PipelineSettings:
-    """Read ``pipeline`` and ``mesh.pipe`` for ranks that compute on ``device``; where the policy
-    leaves something open, ``reduce_every`` and ``reshard_after`` decide it."""
+    """Read ``pipeline`` and ``mesh.pipe`` for ranks that compute on ``device``; if the policy
+    leaves something open, ``reduce_every`` and ``reshard_after`` decide."""
     section, zero = config.pipeline, config.zero_optimization
     given = (section.zero_policy, RESHARDS.get(zero.reshard_after), zero.reduce_every)
     held = next((value for value in given if value in LIFETIMES), None)
@@ -81,8 +81,8 @@ def pipeline_settings(config: DsConfig, device: str = "cpu") -> PipelineSettings
 
 
 def with_stages(config: DsConfig, model: nn.Module) -> DsConfig:
-    """Return ``config`` with the number of pipeline stages that the model was made for, where it
-    names none. Raises ConfigError where they differ."""
+    """Return ``config`` with the number of pipeline stages that the model was built for, if
+    ds_config does not set it. Raises ConfigError if they differ."""
     if not isinstance(model, PipelineModule):
         if config.mesh.pipe > 1:
             raise ConfigError(
@@ -105,8 +105,8 @@ def with_stages(config: DsConfig, model: nn.Module) -> DsConfig:
 
 
 def build_layers(model: PipelineModule, config: DsConfig, mesh: Mesh, *, has_parameters: bool) -> None:
-    """Build this rank's layers for ds_config's schedule. ``has_parameters``: the caller holds
-    parameters of those built so far."""
+    """Build this rank's layers for ds_config's schedule. ``has_parameters``: the caller has
+    references to parameters of layers that already exist."""
     settings, stage = pipeline_settings(config), mesh.coordinates["pipe"]
     _check_topology(model, mesh)
     placement = RECIPES[settings.schedule].place(settings.stages, settings.chunks_per_rank)
@@ -162,7 +162,7 @@ def resolve_pipeline(
 
 
 def price_line(settings: PipelineSettings, policy: ZeroPolicy, micro_batches: int, ranks: int, zero_stage: int) -> str:
-    """Describe schedule, bubble, policy and price among ``ranks`` data-parallel ranks."""
+    """Describe schedule, bubble, policy and cost among ``ranks`` data-parallel ranks."""
     report = validate(training_schedule(settings, policy, micro_batches))
     chunks = settings.chunks_per_rank
     text = (
@@ -178,14 +178,14 @@ def price_line(settings: PipelineSettings, policy: ZeroPolicy, micro_batches: in
 def training_schedule(
     settings: PipelineSettings, policy: ZeroPolicy, micro_batches: int, ties: Sequence[Sequence[int]] = ()
 ) -> Schedule:
-    """Build the schedule of one step under a policy, with messages, sharding and the step in it.
-    Raises ConfigError for what the recipe cannot do."""
+    """Build the schedule of one step under a policy, including messages, sharding and the step
+    itself. Raises ConfigError for combinations that the recipe does not support."""
     computed = build(settings.schedule, settings.stages, micro_batches, settings.chunks_per_rank)
     return lower(computed, parameters=policy.parameters, reduction=policy.reduction, ties=ties)
 
 
 def hops_of(placement: ChunkPlacement) -> list[tuple[int, int]]:
-    """Return (from stage, to stage) of all messages, there and back."""
+    """Return (from stage, to stage) of all messages, in both directions."""
     borders = dict.fromkeys((a, b) for a, b in pairwise(placement.ranks) if a != b)
     return list(dict.fromkeys([*borders, *((b, a) for a, b in borders)]))
 
@@ -195,7 +195,7 @@ def hops_of(placement: ChunkPlacement) -> list[tuple[int, int]]:
 
 def manual_groups(module: PipelineModule, mesh: Mesh) -> list[ManualGroup]:
     """Return a group for each chunk of this rank and for each of its tied modules. Collective over
-    the world where weights are tied."""
+    the world if weights are tied."""
     placement = module.placement
     found = []
     tied: set[int] = set()
@@ -208,14 +208,14 @@ def manual_groups(module: PipelineModule, mesh: Mesh) -> list[ManualGroup]:
         if module.stage_id in stages:
             own = frozenset(id(param) for param in module.tied_modules[key].parameters())
             tied |= own
-            # with the first of its layers: the one that is built in an uncut model
+            # the owner has the first of the tied layers, as in an unsplit model
             owner = stages.index(holders[0])
             found.append(ManualGroup(tied_group(key), own, copies, owner, f"tied_modules.{key}"))
     for number, chunk in module.chunks.items():
         params = frozenset(id(param) for param in chunk.parameters()) - tied
         found.append(ManualGroup(chunk_group(number), params))
     for name in module.children_outside_layers() if mesh.pipe.size > 1 else ():
-        # without parameters: the first stage saves its buffers for all
+        # no parameters: the first stage saves its buffers for all
         found.append(ManualGroup(f"outside.{name}", frozenset(), mesh.pipe, 0, name))
     return found
 
@@ -233,8 +233,7 @@ def tied_group(key: str) -> str:
 class ChunkShards:
     """The sharding actions of one rank's chunks.
 
-    A tied module of several chunks here is freed with the last of them, and reduced with the last
-    of them.
+    A tied module that several chunks of this rank use is freed and reduced with the last of them.
     """
 
     def __init__(self, model: ShardedModel, module: PipelineModule, *, every_micro_batch: bool) -> None:
@@ -279,7 +278,7 @@ class ChunkShards:
         self._model.sum_copies(tied_group(self._keys[tie]))
 
     def start_step(self) -> None:
-        """Forget what was unsharded and reduced in the last step, also one that failed half-way."""
+        """Forget what was unsharded and reduced in the last step, even if it failed halfway."""
         self._open.clear()
         self._reduced.clear()
 

@@ -178,7 +178,7 @@ class PipelineEngine(Engine):
         return self._schedules[key]
 
     def _perform(self, schedule: Schedule, batch: StepInput, options: StepOptions) -> LastStageResult:
-        """Run the schedule. After a failure nothing can run any more."""
+        """Run the schedule. After a failure, nothing can run anymore."""
         try:
             return self.executor.run(schedule, batch, options)
         except Exception as error:
@@ -231,11 +231,11 @@ class PipelineEngine(Engine):
         self._iterator = RepeatingLoader(loader) if loader is not None else None
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Split each batch by ``fn(batch)``, which returns ``(inputs, labels)``."""
+        """Split each batch with ``fn(batch)``, which returns ``(inputs, labels)``."""
         self._split_batch = fn
 
     def _as_iterator(self, data: Iterable[Any]) -> Iterator[Any]:
-        """Return ``data`` itself, or for a loader one endless iterator for all calls with it."""
+        """Return ``data`` itself, or for a loader, one endless iterator for all calls with it."""
         if hasattr(data, "__next__"):
             return cast("Iterator[Any]", data)
         if not isinstance(self._iterator, RepeatingLoader) or self._iterator.loader is not data:
@@ -262,7 +262,7 @@ class PipelineEngine(Engine):
     # --- stages -----------------------------------------------------------------------------------
 
     def is_first_stage(self) -> bool:
-        """Return whether this rank holds the first layer, and so reads the inputs."""
+        """Return whether this rank holds the first layer, and therefore reads the inputs."""
         return 0 in self._chunks
 
     def is_last_stage(self) -> bool:
@@ -275,7 +275,7 @@ class PipelineEngine(Engine):
         return True
 
     def pending_micro_batches(self) -> int:
-        """Return 0: a batch is trained as a whole."""
+        """Return 0: a batch is always trained as a whole."""
         return 0
 
     @property

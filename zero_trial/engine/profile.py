@@ -1,6 +1,6 @@
-"""Stopwatches, counted floating-point operations, the peaks of devices, and the FLOPs profile of a
-model or of one engine step with its report: ``flops_profiler`` in ds_config profiles one
-micro-batch of a running engine."""
+"""Stopwatches, counted floating-point operations, the peak performance of devices, and the FLOPs
+profile of a model or of one engine step with its report: ``flops_profiler`` in ds_config profiles
+one micro-batch of a running engine."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ log = logging.getLogger("zero_trial")
 @dataclass(frozen=True)
 class Flops:
     """Operations by module name as in ``named_modules()``; "" is the whole model. Operations
-    outside of its modules are in the total only."""
+    outside its modules are only in the total."""
 
     total: int
     by_module: Mapping[str, int]
 
 
 def flop_counter() -> FlopCounterMode:
-    """Return torch's counter; it counts attention on a CPU too."""
+    """Return torch's counter, extended to count attention on CPU."""
     aten, counter = torch.ops.aten, FlopCounterMode(display=False)
     for suffix in ("", "_backward"):
         formula = counter.flop_registry[getattr(aten, f"_scaled_dot_product_flash_attention{suffix}")]
@@ -48,16 +48,16 @@ def flop_counter() -> FlopCounterMode:
 def flops_of(counter: FlopCounterMode, model: nn.Module) -> Flops:
     """Return what ``counter`` counted while ``model`` ran forward.
 
-    torch tracks modules of a backward pass by hooks on their inputs and outputs. It loses modules
-    whose inputs need no gradient and modules that are recomputed, so that only the total of a
-    backward pass can be relied on.
+    torch tracks modules in a backward pass by hooks on their inputs and outputs. It misses modules
+    whose inputs need no gradient and modules that are recomputed, so only the total of a backward
+    pass is reliable.
     """
     counted = {name: sum(kinds.values()) for name, kinds in counter.get_flop_counts().items()}
     by_module: dict[str, int] = {}
 
     def add(name: str, module: nn.Module) -> int:
         inner = sum(add(f"{name}.{child}".lstrip("."), part) for child, part in module.named_children())
-        by_module[name] = counted.get(f"{type(model).__name__}.{name}".rstrip("."), inner)  # a container never runs
+        by_module[name] = counted.get(f"{type(model).__name__}.{name}".rstrip("."), inner)  # containers never run
         return by_module[name]
 
     add("", model)
@@ -70,7 +70,7 @@ def flops_of(counter: FlopCounterMode, model: nn.Module) -> Flops:
 # and for CPUs, the best of a few matrix products is measured, and the report says so.
 
 # Parts of torch's device name -> TFLOP/s in fp16, bf16, tf32 and fp32. The first row whose words
-# all occur counts; 0: not offered.
+# all occur is used; 0: not supported.
 _TERA: dict[str, tuple[float, float, float, float]] = {
     "gb200": (2500.0, 2500.0, 1250.0, 80.0),
     "b200": (2250.0, 2250.0, 1125.0, 75.0),
@@ -94,7 +94,7 @@ _TERA: dict[str, tuple[float, float, float, float]] = {
     "mi250x": (383.0, 383.0, 0.0, 47.9),
 }
 
-# A slice of a GPU, or a slower one of the same name: the data sheet's number would be wrong.
+# A slice of a GPU, or a slower GPU of the same name: the data sheet's number would be wrong.
 _OTHERS = frozenset({"mig", "laptop", "mobile", "max", "d", "ti"})
 
 _SIDE, _ROUNDS = 512, 5
@@ -109,7 +109,7 @@ class Peak:
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Return the peak of matrix products in ``dtype`` on ``device``; may run some to find out."""
+    """Return the peak of matrix products in ``dtype`` on ``device``; may measure it."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
@@ -131,10 +131,10 @@ def data_sheet(name: str, dtype: torch.dtype, *, tf32: bool = False) -> Peak | N
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Return the best of a few square matrix products, with as many threads as torch has now."""
+    """Return the best of a few square matrix products, with torch's current number of threads."""
     side = _SIDE if device.type == "cpu" else 16 * _SIDE
-    # Random numbers: products of ones use less power, so that a GPU runs them at a higher clock
-    # than anybody's.
+    # Random numbers: products of ones use less power, so a GPU would run them at a higher clock
+    # than real data.
     a, b = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
     best = float("inf")
     for _ in range(_ROUNDS):
@@ -155,7 +155,7 @@ FORWARD, BACKWARD, REDUCE_WAIT, STEP = "forward", "backward", "reduce wait", "st
 
 # --- timers by name -------------------------------------------------------------------------------
 
-# Measured phases that may wait before they are added up: on an accelerator, an event each.
+# Measured phases that may be pending before they are added up: on an accelerator, an event each.
 _PAIRS_KEPT = 1024
 
 
@@ -166,7 +166,7 @@ class _HostEvent:
         self._time = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Return at once: the host is never behind."""
+        """Return immediately: the host is never behind."""
 
     def elapsed_time(self, end: _HostEvent) -> float:
         return (end._time - self._time) * 1e3
@@ -194,7 +194,7 @@ class Timers:
             self._add_up()
 
     def take(self) -> dict[str, float]:
-        """Return the sums in the order in which the names first came; then they are zero again."""
+        """Return the sums in the order of the names' first appearance, and reset them."""
         self._add_up()
         sums, self._sums = self._sums, {}
         return sums
@@ -242,13 +242,13 @@ class ModelProfile:
     peak: Peak
 
     def model_flops(self, recompute_fwd_factor: float = 0.0) -> float:
-        """Return the operations that the mathematics needs: without the part of forward that
-        backward does again (``recompute_fwd_factor`` of it)."""
+        """Return the operations that the computation requires: without the part of forward that
+        backward recomputes (``recompute_fwd_factor`` of it)."""
         return self.forward_flops * (1.0 - recompute_fwd_factor) + self.backward_flops
 
     @property
     def achieved(self) -> float:
-        """Return the operations done per second, recomputation included."""
+        """Return the operations per second, including recomputation."""
         seconds = (self.forward_ms + self.backward_ms) / 1e3
         return (self.forward_flops + self.backward_flops) / seconds if seconds > 0 else 0.0
 
@@ -267,7 +267,7 @@ def build_profile(
     peak: Peak,
     ignored: Sequence[type[nn.Module]] | None = None,
 ) -> ModelProfile:
-    """Combine forward's counts and times by module; classes of ``ignored`` have no row."""
+    """Combine forward's counts and times by module; skip modules of ``ignored`` classes."""
     rows = [
         ModuleRow(
             name,
@@ -284,7 +284,7 @@ def build_profile(
 
 @contextmanager
 def timed_modules(model: nn.Module, timers: Timers) -> Iterator[None]:
-    """Measure with ``timers`` the forward of every module under its name, inside the block."""
+    """Measure the forward of every module with ``timers``, under its name, inside the block."""
     handles = []
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(lambda *_, name=name: timers.begin(name), prepend=True))
@@ -297,7 +297,7 @@ def timed_modules(model: nn.Module, timers: Timers) -> Iterator[None]:
 
 
 def write_report(text: str, output_file: str | Path | None) -> None:
-    """Write a report to a file, whose folder is created, or to the standard output."""
+    """Write a report to a file, creating its folder, or to standard output."""
     if output_file is None:
         sys.stdout.write(text + "\n")
     else:
@@ -357,7 +357,7 @@ def _summary(profile: ModelProfile, factor: float) -> list[str]:
 
 
 def _heaviest(profile: ModelProfile, depth: int, top: int) -> list[str]:
-    """List at each depth the kinds of modules that do most operations."""
+    """List, for each depth, the kinds of modules with the most operations."""
     lines = [f"  heaviest kinds of modules (top {top} per depth; operations of forward, parameters, ms of forward):"]
     for level in range(depth + 1):
         kinds: dict[str, list[ModuleRow]] = defaultdict(list)
@@ -387,12 +387,12 @@ def _tree(profile: ModelProfile, depth: int) -> list[str]:
 #     step profile_step - 1   the first micro-batch is counted, which slows it down: it is not timed
 #     step profile_step       the first micro-batch is timed by module; then the report follows
 #
-# Steps are numbered from 0 as ``engine.global_steps`` is, so that the timed micro-batch is warm. A
-# run that is resumed behind profile_step is profiled in its first two steps.
+# Steps are numbered from 0 like ``engine.global_steps``, so the timed micro-batch is warm. A run
+# that is resumed after profile_step is profiled in its first two steps.
 
 
 class StepProfiler:
-    """Follows the phases of an engine of ``module``; ``profile`` is the result once there is one.
+    """Profiles the phases of an engine of ``module``; ``profile`` is None until it is complete.
 
     ``dtype``: of the matrix products, for the device's peak; ``samples``: in a micro-batch.
     """
@@ -405,16 +405,16 @@ class StepProfiler:
         self._dtype = dtype
         self._samples = samples
         self._section = section
-        self._first_step = section.profile_step - 1  # whose micro-batch is measured next
+        self._first_step = section.profile_step - 1  # step whose micro-batch is measured next
         self._forward: Flops | None = None  # what was counted
         self._backward: int | None = None
         self._timers = make_timers(device)
-        self._timed = False  # whether the forward of the micro-batch under way was
-        self._open = ExitStack()  # the counter, or the hooks on modules, of the phase under way
+        self._timed = False  # whether the current micro-batch's forward was timed
+        self._open = ExitStack()  # the counter, or the hooks on modules, of the current phase
         self.profile: ModelProfile | None = None
 
     def mfu(self, samples_per_second: float) -> float | None:
-        """Return the MFU of a rank that trains so many samples per second; None before there is a
+        """Return the MFU of a rank that trains this many samples per second; None before there is a
         profile."""
         if self.profile is None:
             return None
@@ -424,7 +424,7 @@ class StepProfiler:
     def begin(self, phase: str, engine: EngineAccessors) -> None:
         if not self._measures(phase, engine):
             return
-        self._open.close()  # of a phase that raised
+        self._open.close()  # from a phase that raised
         if self._backward is None:
             self._counter = self._open.enter_context(flop_counter())
             return
@@ -449,7 +449,7 @@ class StepProfiler:
             self._first_step = engine.global_steps + 1
 
     def _measures(self, phase: str, engine: EngineAccessors) -> bool:
-        """Return whether the phase is measured: no evaluation, no backward without its forward."""
+        """Return whether to measure the phase: no evaluation, no backward without its forward."""
         if self.profile is not None or engine.global_steps < self._first_step:
             return False
         if phase == BACKWARD:

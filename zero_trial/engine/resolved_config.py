@@ -1,4 +1,4 @@
-"""Resolve ds_config into the values that the parts take: plan, mesh shape, dtypes, sizes. Pure."""
+"""Resolve ds_config into the values that the parts use: plan, mesh shape, dtypes, sizes. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zero_trial.sharding.precision import (
     dtype_policy,
 )
 
-# Elements. Below this a parameter group's messages cost more than the memory that freeing it saves
+# Elements. Below this, a parameter group's messages cost more than the memory that freeing it saves
 # (half a megabyte in fp32).
 SMALLEST_GROUP = 1 << 17
 
@@ -36,24 +36,24 @@ class ResolvedConfig:
     sharding: ShardingSettings
     clip: float
     skip_nonfinite: bool
-    divisor: int  # what the sum of gradients over ranks is divided by: 1 keeps the sum
-    autocast: torch.dtype | None  # the forward runs under torch.autocast to it
+    divisor: int  # divides the sum of gradients over ranks; 1 keeps the sum
+    autocast: torch.dtype | None  # dtype of torch.autocast during forward
 
 
 def mesh_shape(config: DsConfig, world_size: int) -> MeshShape:
-    """Return the mesh that ``mesh``, ``mics_shard_size`` and the ZeRO stage ask for."""
+    """Return the mesh shape given by ``mesh``, ``mics_shard_size`` and the ZeRO stage."""
     axes = solve_axes(config, world_size)
     return MeshShape(axes.pipe, axes.replica, axes.shard, axes.model)
 
 
 def home_of_parameters(config: DsConfig, device: str) -> Home:
-    """Return where ``offload_param`` puts the parameters of a rank that computes on ``device``."""
+    """Return where ``offload_param`` stores parameters of a rank that computes on ``device``."""
     section = config.zero_optimization.offload_param
     return Home.of(device, section.device if section is not None else "none")
 
 
 def resolve_config(config: DsConfig, data_parallel_size: int, device: str = "cpu") -> ResolvedConfig:
-    """Take all decisions for one engine on ``data_parallel_size`` ranks of ``device``."""
+    """Make all decisions for one engine on ``data_parallel_size`` ranks of ``device``."""
     zero = config.zero_optimization
     batch = solve_batch(
         config.train_batch_size,
@@ -114,7 +114,7 @@ def _policy(config: DsConfig, accumulation: int) -> DtypePolicy:
     buffer = config.data_types.buffer_dtype
     if buffer is not None:
         policy = replace(policy, buffer=dtype_from_name(buffer, "data_types.buffer_dtype"), keep_constants=False)
-    elif policy.param != torch.float32:  # else every tensor keeps its own
+    elif policy.param != torch.float32:  # otherwise every tensor keeps its own dtype
         policy = replace(policy, buffer=policy.param)
     policy = replace(policy, fp32_modules=config.data_types.keep_in_fp32_modules)
     # Under autocast to fp16 the parameters are fp32, but their gradients pass through fp16 and can
@@ -136,7 +136,7 @@ def _policy(config: DsConfig, accumulation: int) -> DtypePolicy:
 
 
 def _wire_scale(config: DsConfig, ranks: int) -> float:
-    """Return the factor on gradients before their sum; the step divides by the rest."""
+    """Return the factor on gradients before their sum; the step applies the remaining factor."""
     if config.prescale_gradients:
         return 1.0 / ranks
     return 1.0 / config.gradient_predivide_factor

@@ -45,13 +45,13 @@ from zero_trial.sharding.whole_tensors import opt_group_of
 
 log = logging.getLogger("zero_trial")
 
-_ID = uuid.uuid4().hex[:8]  # processes of two containers may have the same number
+_ID = uuid.uuid4().hex[:8]  # processes in two containers may have the same PID
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 @contextmanager
 def state_at_hand(engine: EngineAccessors, label: str) -> Iterator[None]:
-    """Make masters and optimizer state readable and writable inside the block, also if they are
+    """Make masters and optimizer state readable and writable inside the block, even if they are
     offloaded.
 
     Collective: if a rank's disk cannot read or write them, every rank raises. Raises TrialError
@@ -72,7 +72,7 @@ def state_at_hand(engine: EngineAccessors, label: str) -> Iterator[None]:
 
 
 class CheckpointNames:
-    """The names and tensors of ``engine`` as they are now: see the top of this file."""
+    """The current names and tensors of ``engine``: see the top of this file."""
 
     def __init__(self, engine: EngineAccessors) -> None:
         self._engine = engine
@@ -90,7 +90,7 @@ class CheckpointNames:
 
     @property
     def twins(self) -> AxisComm:
-        """The ranks that have built the same modules."""
+        """The ranks that built the same modules."""
         mesh = self._engine.mesh
         return mesh.data if mesh.pipe.size > 1 or self.parts > 1 else mesh.world
 
@@ -137,8 +137,8 @@ class StoredPart(NamedTuple):
     """Elements [start, stop) of a parameter or of its optimizer state, and the memory of this rank
     that holds them: a row of the table that saving and loading share.
 
-    ``stored``: the name in a checkpoint; ``kind``: "master" for the parameter itself, else that of
-    the state, such as exp_avg. The memory is only there inside :func:`state_at_hand`.
+    ``stored``: the name in a checkpoint; ``kind``: "master" for the parameter itself, otherwise the
+    kind of state, such as exp_avg. The memory is only valid inside :func:`state_at_hand`.
     """
 
     stored: str
@@ -169,9 +169,9 @@ def stored_parts(engine: EngineAccessors) -> list[StoredPart]:
 
 
 def copied_later(engine: EngineAccessors) -> dict[tuple[str, int], ParamGroup | None]:
-    """Return the parts that a background save does not copy during the call: by stored name and
-    start, the group before whose next update the part is copied; None for a part in a file, which
-    is written during the call.
+    """Return the parts that a background save does not copy during the call, by stored name and
+    start. The value is the group before whose next update the part is copied; None for a part in a
+    file, which is written during the call.
 
     Memory shared with a parameter is copied during the call, because ``param.data.clamp_()``
     triggers no check.
@@ -216,8 +216,8 @@ def save_state(
     """Write ``directory/tag`` (default ``global_stepN``), or let ``background`` write it.
     Collective over the world: every rank must call.
 
-    In the middle of an accumulation the checkpoint is of the last step, with a warning: it does not
-    contain later gradients, and a resumed run trains on those micro-batches again.
+    In the middle of an accumulation, the checkpoint is of the last step, with a warning: it does
+    not contain later gradients, and a resumed run trains on those micro-batches again.
     """
     if client_state is not None and not isinstance(client_state, Mapping):
         raise TrialError(
@@ -289,13 +289,13 @@ def _save(
 
 
 def this_run() -> str:
-    """Name this process in the manifests that it writes."""
+    """Return this process's name for the manifests that it writes."""
     return f"process {os.getpid()} on {socket.gethostname()} ({_ID})"
 
 
 def _warn_of_other_runs(engine: EngineAccessors, directory: Path) -> None:
-    """Log who else has saved into ``directory`` since this engine was built or has saved. A warning
-    only: a run that was preempted may write its last checkpoint while the next one has begun."""
+    """Log who else has saved into ``directory`` since this engine was built or last saved. Only a
+    warning: a preempted run may write its last checkpoint when the next run has already begun."""
     since, engine.looked_for_runs = engine.looked_for_runs, time.time()
     of_trainer = OF_TRAINER.fullmatch(directory.name)
     for folder in directory.parent.glob("checkpoint-*/*") if of_trainer else directory.glob("*"):
@@ -326,7 +326,7 @@ def _warn_of_own_rates(engine: EngineAccessors) -> None:
 
 
 def frozen_names(engine: EngineAccessors) -> set[str]:
-    """Name this pipeline stage's parameters that a checkpoint without frozen ones leaves out."""
+    """List this pipeline stage's parameters that a checkpoint without frozen ones leaves out."""
     trained = {id(param) for group in engine.sharded.groups if group.trainable for param in group.params}
     return {
         name
@@ -359,10 +359,10 @@ def _weights_and_state(engine: EngineAccessors, without_frozen: bool) -> Iterato
 
 
 def _whole_states(engine: EngineAccessors) -> tuple[dict[str, Any], list[Slice]]:
-    """Return the state of tensors that are updated whole: of the whole model as JSON by the
-    parameter's name here, and this rank's tensors in it. Collective over the world.
+    """Return the state of tensors that are updated whole: the whole model's as JSON by parameter
+    name here, and this rank's tensors in it. Collective over the world.
 
-    Tensors in lists and dicts have their place in the kind: ``state/GG.0/<name>``. Raises
+    For tensors in lists and dicts, the kind includes their position: ``state/GG.0/<name>``. Raises
     CheckpointError for state that cannot be saved.
     """
     names, optimizer = CheckpointNames(engine), engine.optimizer
@@ -385,7 +385,7 @@ def _whole_states(engine: EngineAccessors) -> tuple[dict[str, Any], list[Slice]]
             tree, tensors = encode_state(state, f"optimizer state of {name}:")
             kinds = {place: place.partition(":/")[2].replace("/", ".") for place in tensors}
             on_device = [kinds[place] for place, tensor in tensors.items() if not tensor.is_cpu]
-            # an orthogonal factor is column-major; in row-major order its products have other bits
+            # an orthogonal factor is column-major; row-major products are not bit-identical
             strides = {kinds[place]: list(each.stride()) for place, each in tensors.items() if not each.is_contiguous()}
             trees[names.param(name)] = {"state": _renamed(tree, kinds), "on_device": on_device, "strides": strides}
             slices += [Slice.whole(names.state(kinds[place], name), tensors[place].contiguous()) for place in tensors]
@@ -397,7 +397,7 @@ def _whole_states(engine: EngineAccessors) -> tuple[dict[str, Any], list[Slice]]
 
 
 def _inner_optimizer(base: torch.optim.Optimizer) -> str | None:
-    """Return the attribute of ``base`` that is an optimizer, or a list of them."""
+    """Return the attributes of ``base`` that are an optimizer, or a list of them."""
     for name, value in vars(base).items():
         inside = value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(each, torch.optim.Optimizer) for each in inside):
@@ -406,7 +406,7 @@ def _inner_optimizer(base: torch.optim.Optimizer) -> str | None:
 
 
 def _renamed(tree: Any, names: Mapping[str, str]) -> Any:
-    """Return encoded state whose tensors have other names."""
+    """Return encoded state with renamed tensors."""
     if isinstance(tree, list):
         return [_renamed(item, names) for item in tree]
     if isinstance(tree, dict):
@@ -461,8 +461,8 @@ def _own_state(engine: EngineAccessors) -> dict[str, Any]:
 
 
 def _same_everywhere(engine: EngineAccessors, tag: str) -> str:
-    """Return the tag under which all ranks save: rank 0's. ``checkpoint.tag_validation`` decides
-    about ranks that gave another one."""
+    """Return the tag under which all ranks save: rank 0's. ``checkpoint.tag_validation`` determines
+    what happens if ranks passed different tags."""
     tags: list[str] = engine.mesh.world.gather_json(tag, "save_checkpoint called by every rank")
     validation = engine.config.checkpoint.tag_validation
     if len(set(tags)) > 1 and validation != "Ignore":

@@ -1,5 +1,5 @@
-"""Start an engine from the arguments of ``initialize()``: its ds_config, the ranks, the console and
-the kernels, and what is logged before training."""
+"""Start an engine from the arguments of ``initialize()``: ds_config, ranks, console and kernels,
+and the log lines before training."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ _FACTORY: ContextVar[Callable[..., _Engines] | None] = ContextVar("_FACTORY", de
 
 @contextmanager
 def engines_from(factory: Callable[..., _Engines] | None) -> Iterator[None]:
-    """Inside, :func:`initialize` calls ``factory``, by whatever name code has imported it: a dry
-    run's trial may call it itself, and wrap the engine that it returns. None: it builds engines."""
+    """Inside the block, :func:`initialize` calls ``factory``, however code has imported it: a dry
+    run's trial may call it itself, and wrap the engine. None: it builds engines."""
     token = _FACTORY.set(factory)
     try:
         yield
@@ -215,7 +215,7 @@ def _configure_checkpointing(module: nn.Module, settings: DsConfig, mesh: Mesh) 
 
 
 def _log_start(engine: Engine, settings: DsConfig) -> None:
-    """Log what is unusual in ds_config, and what has been filled in."""
+    """Log unusual ds_config values, and the values that were filled in."""
     for warning in settings.warnings:
         log.warning("%s", warning)
     lines = [filled_line(settings), clipping_line(settings), offload_line(engine)]

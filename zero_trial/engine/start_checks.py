@@ -100,7 +100,7 @@ def require_no_max_norm(model: nn.Module, trained: Iterable[nn.Parameter], ranks
 
 
 def require_unrounded(model: nn.Module, living: LivingDtypes) -> None:
-    """Raise ConfigError for a parameter that stays fp32 and that zero.Init has rounded."""
+    """Raise ConfigError if zero.Init has rounded a parameter that must stay fp32."""
     for name, param in model.named_parameters():
         owner = owner_of_param(param)
         if isinstance(owner, PreSharded) and owner.rounded and living.keeps(param):
@@ -114,7 +114,7 @@ def require_unrounded(model: nn.Module, living: LivingDtypes) -> None:
 
 
 def reported(engine: EngineAccessors, error: TrialError) -> TrialError:
-    """Send ``error`` to the other ranks: they may wait in a collective for this rank."""
+    """Send ``error`` to the other ranks, which may be waiting in a collective for this rank."""
     engine.mesh.heartbeat.report_error(str(error))
     return error
 
@@ -123,7 +123,7 @@ def reported(engine: EngineAccessors, error: TrialError) -> TrialError:
 
 
 Facts = Mapping[str, Sequence[str]]
-"""Argument of initialize() -> what of it the ranks must have in common, as text."""
+"""Argument of initialize() -> the properties that must match between ranks, as text."""
 
 _FIXES = {
     "initialize(model)": "Build the same model on every rank, with the same dtype, ties, buffers and frozen parts.",
@@ -158,8 +158,8 @@ def _not_started(fault: str) -> TrialError:
 
 
 def require_same(ranks: AxisComm, facts: Facts) -> None:
-    """Raise ConfigError, on every rank of ``ranks``, if their facts differ. Collective; checksums
-    are compared, and facts are only exchanged for the error."""
+    """Raise ConfigError, on every rank of ``ranks``, if their facts differ. Collective. Ranks
+    compare checksums, and exchange facts only for the error."""
     _require_equal(ranks, ranks.gather_row([0, checksum(facts)], "start"), facts)
 
 
@@ -169,8 +169,8 @@ def checksum(value: Any) -> int:
 
 
 def _require_equal(ranks: AxisComm, rows: list[list[int]], facts: Facts) -> None:
-    """Raise ConfigError for the first two of ``ranks`` whose rows have the same group, and other
-    checksums. Collective where there are such."""
+    """Raise ConfigError for the first two of ``ranks`` whose rows have the same group but different
+    checksums. Collective if there are such ranks."""
     firsts = {group: index for index, (group, _) in reversed(list(enumerate(rows)))}
     odd = next((index for index, (group, checksum) in enumerate(rows) if checksum != rows[firsts[group]][1]), None)
     if odd is None:
@@ -212,7 +212,7 @@ def tensors_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def groups_of(model: nn.Module, groups: Sequence[Mapping[str, Any]], optimizer: Any) -> list[str]:
-    """List the groups of an optimizer: their values, and what is in them."""
+    """List the groups of an optimizer: their settings and their parameters."""
     names = {id(param): name for name, param in model.named_parameters()}
     facts = [getattr(optimizer, "__qualname__", type(optimizer).__name__)]
     for index, group in enumerate(groups):
@@ -223,7 +223,7 @@ def groups_of(model: nn.Module, groups: Sequence[Mapping[str, Any]], optimizer: 
 
 
 def _plain(value: Any) -> str:
-    """Return a setting as text that is the same in every process."""
+    """Convert a setting to text that is the same in every process."""
     return json.dumps(value, sort_keys=True, default=lambda other: type(other).__name__)
 
 

@@ -35,7 +35,7 @@ log = logging.getLogger("zero_trial")
 
 @dataclass(frozen=True)
 class NonFiniteStep:
-    """A non-finite gradient. ``rank`` is None if only the sum over ranks is known to be bad."""
+    """A non-finite gradient. ``rank`` is None if only the sum is known to be non-finite."""
 
     step: int
     rank: int | None
@@ -92,7 +92,7 @@ def find_culprit(model: ShardedModel, step: int) -> NonFiniteStep:
 
 
 def _local_culprits(model: ShardedModel) -> list[tuple[bool, int, int, str]]:
-    """Return what this rank knows, from the reductions, or else from its shards. Local; syncs with
+    """Return what this rank knows, either from the reductions or from its shards. Local; syncs with
     the device.
 
     A row is (whether the rank is uncertain, rank, index of the group, parameter).

@@ -1,8 +1,8 @@
-"""Ranks that use a model more often than others: generation, and batches in unequal numbers.
+"""Ranks that use a model more often than others: generation, and uneven numbers of batches.
 
-Where ZeRO stage 3 frees parameters, each use of a block is an all-gather, which every rank must
-call equally often. So generation gathers once for all tokens, or goes on on ranks that are done;
-and a rank without batches uses its last one again, with weight 0.
+If ZeRO stage 3 frees parameters, each use of a block is an all-gather, which every rank must call
+equally often. So generation either gathers once for all tokens, or continues on ranks that have
+finished; and a rank without batches uses its last one again, with weight 0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weights as safetensors files: read as a model's first values (``initialize(model,
 weights="folder")``, see ``read_shard`` in ``sharding/build_groups.py``), written
-(``engine.save_16bit_model``), and handed out (``engine.named_full_parameters``)."""
+(``engine.save_16bit_model``), and yielded (``engine.named_full_parameters``)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from zero_trial.util.text import listed
 
 log = logging.getLogger("zero_trial")
 
-_COMPARED = 1 << 20  # elements of a tied parameter's two copies in a file that are in memory at once
+_COMPARED = 1 << 20  # elements per comparison of a tied parameter's two copies in a file
 
 
 class StoredWeights:
@@ -46,13 +46,13 @@ class StoredWeights:
     Construction only reads the headers. Collective over the world.
 
     Args:
-        source: a file, or a folder with one or with several and an index.
+        source: a file, or a folder with one file or with several and an index.
         prefix: prefix of all of the model's names in the file; if no name in the file has it, of
             all of the file's names in the model. Names in the file without it are not read.
 
-    Raises ConfigError with every name that is missing, superfluous or of another shape, or whose
-    dtype is of another kind than the model's; CheckpointError for a tied parameter that has several
-    names with different values in the file.
+    Raises ConfigError listing every name that is missing, unexpected or of another shape, or whose
+    dtype is of a different kind than the model's; CheckpointError for a tied parameter that has
+    several names with different values in the file.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class StoredWeights:
         rows = {name: row for name, row in rows.items() if not copies.is_copy(name)}
         wanted: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, str] = {}  # of parameters, by the file's names
-        repeated: list[tuple[str, str]] = []  # two names in the file of one parameter
-        known: set[str] = set()  # what the file may have: every name of a tied tensor
+        repeated: list[tuple[str, str]] = []  # pairs of names in the file for one parameter
+        known: set[str] = set()  # names that the file may contain, including every name of a tied tensor
         self._name_of: dict[str, str] = {}
         for theirs in mesh.pipe.gather_json(rows, "weights to read"):
             for name, (shape, names, dtype) in theirs.items():
@@ -118,7 +118,7 @@ class StoredWeights:
             fail_together(mesh.world, compare, "tied weights")
 
     def _require_kinds(self, dtypes: Mapping[str, str]) -> None:
-        """Raise ConfigError for numbers in the file that parameters of ``dtypes`` do not hold."""
+        """Raise ConfigError if parameters of ``dtypes`` cannot hold the numbers in the file."""
         stored = {name: self._reader.tensors[name].dtype for name in dtypes}
         wrong = [name for name, dtype in dtypes.items() if not _holds(dtype, stored[name])]
         if wrong:
@@ -131,8 +131,8 @@ class StoredWeights:
             )
 
     def _require_equal(self, name: str, other: str, dtype: torch.dtype, world: AxisComm) -> None:
-        """Raise CheckpointError where two of the file's tensors are not one value as a parameter of
-        ``dtype`` has it. Each rank compares an equal part."""
+        """Raise CheckpointError if two tensors in the file differ once converted to the parameter's
+        ``dtype``. Each rank compares an equal part."""
         first, second = (self._reader.tensors[each] for each in (name, other))
         if first == second:
             return
@@ -157,8 +157,8 @@ class StoredWeights:
 
 
 def _holds(dtype: str, stored: str) -> bool:
-    """Return whether a parameter of ``dtype`` accepts ``stored`` numbers: a real one real numbers,
-    a complex one also complex numbers, and any other one all numbers."""
+    """Return whether a parameter of ``dtype`` accepts ``stored`` numbers: a real parameter accepts
+    real numbers, a complex one also complex numbers, and any other one all numbers."""
     if is_floating(dtype):
         return is_floating(stored)
     return not dtype.startswith("complex") or is_floating(stored) or stored.startswith("complex")
@@ -183,12 +183,12 @@ def give_values(model: nn.Module, data: AxisComm, device: torch.device, *, by_fi
     if rows[0][1] and (any(row[2] for row in rows) or any(row[1:] != rows[0][1:] for row in rows)):
         _refuse_lacking(needed, data)
     given = place_absent(model, device)
-    if rows[0][1]:  # else the files, or the broadcast of first values, have all
+    if rows[0][1]:  # else the files or the broadcast of first values cover all
         initialize_buffers(model, needed, data, given)
 
 
 def _refuse_lacking(needed: Sequence[str], data: AxisComm) -> NoReturn:
-    """Raise ConfigError for parameters without values, and for different missing buffers."""
+    """Raise ConfigError for parameters without values, or if ranks lack different buffers."""
     lists = data.gather_json([len(needed), *needed[:2]], "tensors without values")
     found = (f"rank {rank}: {names[0]} ({', '.join(names[1:])} ...)" for rank, names in enumerate(lists[:4]))
     raise ConfigError(
@@ -206,17 +206,17 @@ def _refuse_lacking(needed: Sequence[str], data: AxisComm) -> NoReturn:
 
 class FullTensors:
     """Iterates over the whole model's parameters by name, tied ones once: each has its full value
-    on every rank while it is the current one; groups are gathered one after the other. In a
-    pipeline, each stage sends its parameters to the others, which hold one tensor at a time.
+    on every rank while it is current; groups are gathered one after the other. In a pipeline, each
+    stage sends its parameters to the others, which hold one tensor at a time.
 
     Construction, and each step of an iteration to its end, are collective over the world.
 
     Args:
-        buffers: yield the buffers that a state dict holds, too.
+        buffers: also yield the buffers that a state dict contains.
         merge_lora: see :class:`MergedAdapters`.
 
     Attributes:
-        facts: each stage's names, in the order in which they come, with dtypes and shapes.
+        facts: each stage's names, in iteration order, with dtypes and shapes.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class FullTensors:
                 yield name, sent
 
     def handed_out(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same, in ``dtype`` if it is given, to a loop that may end early on one rank."""
+        """Yield the same, in ``dtype`` if given, to a loop that may end early on one rank."""
         left = iter(self)
         try:
             for name, tensor in left:
@@ -315,7 +315,7 @@ def save_weights(engine: EngineAccessors, directory: Path, filename: str, *, wit
 
 
 def _has_plain_state(module: nn.Module) -> bool:
-    """Return whether the state dict is just parameters and saved buffers by name."""
+    """Return whether the state dict contains only parameters and saved buffers, by name."""
     own = ("state_dict", "_save_to_state_dict", "get_extra_state")
     return all(
         all(getattr(type(part), name) is getattr(nn.Module, name) and name not in vars(part) for name in own)
@@ -326,10 +326,10 @@ def _has_plain_state(module: nn.Module) -> bool:
 
 
 def _stream_weights(tensors: FullTensors, path: Path, metadata: Mapping[str, str], *, writes: bool) -> Exception | None:
-    """Write the file on rank 0 (``writes``), tensor by tensor, and return the reason of a failure;
+    """Write the file on rank 0 (``writes``), tensor by tensor, and return the reason if that fails;
     the other ranks take part in the gathers. Collective over the world."""
     facts = {name: (dtype_of(dtype), shape) for stage in tensors.facts for name, dtype, shape in stage}
-    # wide ones first, so that each is aligned in the file
+    # wide dtypes first, so that each tensor is aligned in the file
     order = sorted(facts, key=lambda name: (-facts[name][0].itemsize, name))
     header = safetensors_header(((name, *facts[name]) for name in order), metadata)
     places, end = {}, len(header)
@@ -363,8 +363,8 @@ def _stream_weights(tensors: FullTensors, path: Path, metadata: Mapping[str, str
 
 
 def module_state(engine: EngineAccessors, *, without_frozen: bool, rank0_only: bool) -> dict[str, torch.Tensor]:
-    """Return the state dict of the module; with ``rank0_only`` as
-    :meth:`FullParams.rank0_state_dict` does. Collective over shard."""
+    """Return the state dict of the module; with ``rank0_only`` like
+    :meth:`FullParams.rank0_state_dict`. Collective over shard."""
     state = engine.sharded.full_params.rank0_state_dict() if rank0_only else engine.module.state_dict()
     if not without_frozen:
         return state
@@ -374,8 +374,8 @@ def module_state(engine: EngineAccessors, *, without_frozen: bool, rank0_only: b
 
 
 def first_rank_state(engine: EngineAccessors, where: str, without_frozen: bool) -> dict[str, torch.Tensor] | None:
-    """Return the state dict of the whole model on rank 0, None on the others: copies in the host's
-    memory, in the parameters' dtype; tied names share one. Collective over the world."""
+    """Return the state dict of the whole model on rank 0, None on the others: copies in host
+    memory, in the parameters' dtype; tied names share one copy. Collective over the world."""
     names = CheckpointNames(engine)
     _require_one_part(names, where)
     # streamed: no device and no other rank holds the whole model
@@ -397,8 +397,8 @@ def _require_one_part(names: CheckpointNames, where: str) -> None:
 
 
 def _whole_model(engine: EngineAccessors, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Join the state dicts of all pipeline stages on the first; a tied weight is the same in each.
-    Collective over pipe.
+    """Join the state dicts of all pipeline stages on the first stage; a tied weight is the same in
+    all of them. Collective over pipe.
 
     One tensor is sent at a time. If the pipe's backend does not support host tensors (NCCL only),
     it is copied to the device first.

@@ -1,5 +1,5 @@
-"""The trial half: the user's class, its context, and the controller that runs it. Knows nothing of
-sharding.
+"""The trial half: the user's class, its context, and the controller that runs it. Does not depend
+on sharding.
 
 Names are loaded on first use: `trial.runs` reads run folders without torch.
 """

@@ -24,7 +24,7 @@ FORMAT = 1
 
 @dataclass
 class TrialSnapshot:
-    """Every counter of a trial, the same on all ranks but for ``ranks``, each rank's own part."""
+    """All counters of a trial, equal on all ranks except for ``ranks``, each rank's own part."""
 
     step: int = 0
     trial_id: str = ""
@@ -36,7 +36,7 @@ class TrialSnapshot:
     window: dict[str, Any] = field(default_factory=dict)
     samples: int = 0  # data position over all replicas
     micro_batches: int = 0  # data position of one replica
-    # in training alone; steps that a resume repeats count once
+    # training only; steps that a resume repeats count once
     train_seconds: float = 0.0
     train_samples: int = 0
     # [storage id, step, searcher metric] of checkpoints that exist
@@ -44,7 +44,7 @@ class TrialSnapshot:
     ranks: list[dict[str, Any]] = field(default_factory=list)
 
     def of_rank(self, rank: int) -> dict[str, Any]:
-        """Return a rank's own part; rank 0's for ranks that did not exist."""
+        """Return a rank's own part, or rank 0's for a rank that did not exist."""
         if not self.ranks:
             return {}
         return self.ranks[rank] if rank < len(self.ranks) else self.ranks[0]
@@ -81,7 +81,7 @@ def _sum(content: Mapping[str, Any]) -> str:
 
 
 def retained(history: Sequence[Sequence[Any]], keep: Keep, smaller_is_better: bool) -> list[list[Any]]:
-    """Return the entries of ``history`` to keep, in their order."""
+    """Return the entries of ``history`` to keep, in the same order."""
     if keep.latest is None:
         return [list(entry) for entry in history]
     sign = 1 if smaller_is_better else -1
@@ -105,7 +105,7 @@ class Checkpointer:
     """Saves and restores one trial on one rank.
 
     If an engine writes in the background (ds_config's ``checkpoint.writer.decoupled``), the upload
-    follows in the background, too. A checkpoint is reported only when it is complete.
+    runs in the background, too. A checkpoint is reported only when it is complete.
     """
 
     def __init__(self, trial: ZeroTrial, context: ZeroTrialContext, callbacks: Mapping[str, TrialCallback]) -> None:
@@ -117,8 +117,8 @@ class Checkpointer:
     def save(
         self, state: TrialSnapshot, loader_state: Any, value: float | None, keep: Keep, smaller_is_better: bool
     ) -> None:
-        """Collective. Begin a checkpoint of ``state``; :meth:`poll` and :meth:`wait` report when it
-        is complete. No other may be in progress. After an error :meth:`abandon` must follow.
+        """Collective. Begin a checkpoint of ``state``; :meth:`poll` and :meth:`wait` report its
+        completion. No other may be in progress. After an error, call :meth:`abandon`.
 
         ``value``: the searcher's metric at this step, if it was validated.
         """
@@ -148,7 +148,7 @@ class Checkpointer:
 
     def poll(self) -> str | None:
         """Collective. Return the storage id of a checkpoint completed since the last call, else
-        None. Checkpoints that need not be kept are deleted only now."""
+        None. Only now are checkpoints deleted that need not be kept."""
         save = self._under_way
         if save is None or self._engines_write():
             return None
@@ -182,8 +182,8 @@ class Checkpointer:
         return self.poll()
 
     def keep_at_end(self, state: TrialSnapshot, keep: Keep, smaller_is_better: bool) -> None:
-        """Delete the checkpoints that a complete trial need not keep, as a cluster does when its
-        experiment ends, but never the last remaining checkpoint. Local; rank 0 acts."""
+        """Delete the checkpoints that a complete trial need not keep, as a cluster does at the end
+        of an experiment, but never the last remaining one. Local; rank 0 acts."""
         if self._context.distributed.rank == 0 and keep.at_end is not None:
             kept = retained(state.history, replace(keep, latest=keep.at_end), smaller_is_better) or state.history[-1:]
             self._context.platform.checkpoints.retain([entry[0] for entry in kept])
@@ -245,7 +245,7 @@ class Checkpointer:
 
     def load(self, path: Path, state: TrialSnapshot) -> None:
         """Collective. Load callbacks, reducers, then the engines, which restore the random state:
-        nothing may draw random numbers afterwards.
+        nothing may draw random numbers after that.
 
         From another trial's checkpoint, only the weights are loaded.
         """
@@ -261,7 +261,7 @@ class Checkpointer:
 
 
 def _size(folder: Path) -> dict[str, Any]:
-    """Return path, bytes and number of files of a checkpoint that is on this machine."""
+    """Return path, bytes and number of files of a checkpoint stored on this machine."""
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     if not files:
         return {}

@@ -43,10 +43,10 @@ _OF_PYTORCH_TRIAL = {
 
 
 class HParams(dict[str, Any]):
-    """A ``dict`` in every respect; ``h.lr`` is ``h["lr"]``, and nested mappings are HParams too.
+    """A ``dict`` with attribute access: ``h.lr`` is ``h["lr"]``. Nested mappings are HParams too.
 
-    Methods of ``dict`` win over keys of the same name (``h["keys"]`` always works). Lists stay
-    lists.
+    ``dict`` methods take precedence over keys of the same name (``h["keys"]`` always works). Lists
+    stay lists.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ class ModelParallelUnit:
     """A rank's place among the data-parallel replicas, and its duties.
 
     ``should_report_metrics``: this rank's metrics count (once per replica, so that tensor- and
-    pipeline-parallel peers do not weigh in as replicas). ``should_build_data_loader``: this rank
+    pipeline-parallel peers are not counted as replicas). ``should_build_data_loader``: this rank
     reads batches.
     """
 
@@ -84,7 +84,7 @@ class ModelParallelUnit:
 
 
 def make_data_parallel_mpu(dist: Distributed) -> ModelParallelUnit:
-    """Return the place of a rank where every rank is a replica (perhaps a sharded one)."""
+    """Return the place of a rank if every rank is a replica (possibly a sharded one)."""
     return ModelParallelUnit(dist.rank, dist.size, should_report_metrics=True, should_build_data_loader=True)
 
 
@@ -94,7 +94,7 @@ def make_engine_mpu(grid: Any, first: bool | None = None, last: bool | None = No
     The first and last pipeline ranks of the first model-parallel slice read data; the last one
     reports.
 
-    ``first`` and ``last``: whether this rank holds the first and the last layer, where the engine
+    ``first`` and ``last``: whether this rank holds the first and the last layer, if the engine
     knows; a schedule may place both on one rank.
     """
     pipe, pipes = grid.get_pipe_parallel_rank(), grid.get_pipe_parallel_world_size()
@@ -123,9 +123,9 @@ class ZeroTrialContext:
         self.profile: torch.profiler.profile | None = None
         self.auto_accumulation = True
         self.check_reproducibility = True
-        # of the engines made by ``initialize``, as they were used
+        # of the engines made by ``initialize``, with the values in use
         self.ds_configs: list[DsConfig] = []
-        # of the models given to ``initialize``, counted before they are sharded
+        # of the models passed to ``initialize``, counted before they are sharded
         self.parameters = 0
         # the checkpoint to load is another trial's: only its weights are used
         self.weights_only = False
@@ -135,14 +135,14 @@ class ZeroTrialContext:
         self._mpu_given = False
         self._stop = False
 
-    if not TYPE_CHECKING:  # every attribute would have a type otherwise
+    if not TYPE_CHECKING:  # otherwise every attribute would have a type
 
         def __getattr__(self, name: str) -> Any:
             if name in _OF_PYTORCH_TRIAL:
                 raise AttributeError(
                     f"ZeroTrialContext has no {name!r} (PyTorchTrialContext has it). Use {_OF_PYTORCH_TRIAL[name]}"
                 )
-            return object.__getattribute__(self, name)  # raises; for a property, what it has raised
+            return object.__getattribute__(self, name)  # raises; for a property, re-raises its error
 
     # The experiment
 
@@ -218,7 +218,7 @@ class ZeroTrialContext:
         if not self.engines:
             self.note(table.line(), table=table.table)
         self.ds_configs.append(filled)
-        # of a pipeline those that the whole model trains, of which this rank may have built a part
+        # in a pipeline: the whole model's trainable ones, of which this rank may have built a part
         whole = getattr(model, "total_parameters", None)
         if model is not None:
             self.parameters += whole if isinstance(whole, int) else sum(each.numel() for each in model.parameters())
@@ -239,11 +239,11 @@ class ZeroTrialContext:
             )
         self.engines.append(engine)
         if len(self.engines) == 1:
-            # of a pipeline: its schedule and policy
+            # a pipeline: log its schedule and policy
             if isinstance(getattr(engine, "price", None), str):
                 self.note(engine.price)
             if not self._mpu_given and hasattr(getattr(engine, "mpu", None), "get_slice_parallel_rank"):
-                # a pipeline's engine knows where the first and the last layer are
+                # a pipeline's engine knows the ranks of the first and the last layer
                 knows = getattr(engine, "is_pipe_parallel", False) and hasattr(engine, "is_last_stage")
                 ends = (bool(engine.is_first_stage()), bool(engine.is_last_stage())) if knows else ()
                 self._mpu = make_engine_mpu(engine.mpu, *ends)
@@ -296,8 +296,8 @@ class ZeroTrialContext:
     def overwrite_ds_config(
         self, base: Mapping[str, Any] | str | Path, overrides: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return a copy of ``base`` overwritten by ``overrides`` (nested or dotted keys), or if
-        there are none by ``hyperparameters.overwrite_deepspeed_args`` and
+        """Return a copy of ``base`` overwritten by ``overrides`` (nested or dotted keys). Without
+        overrides, use ``hyperparameters.overwrite_deepspeed_args`` and
         ``hyperparameters.ds_config``."""
         if overrides is not None:
             return overwrite_ds_config(base, overrides)
@@ -310,7 +310,7 @@ class ZeroTrialContext:
     def get_num_micro_batches_per_slot(self) -> int:
         return int(self._first_engine().gradient_accumulation_steps())
 
-    # The names before Determined 0.38, which its examples use, one of them with the underscore.
+    # Names from before Determined 0.38, used in its examples, one of them with the underscore.
     train_micro_batch_size_per_gpu = property(get_train_micro_batch_size_per_gpu)
     _train_micro_batch_size_per_gpu = train_micro_batch_size_per_gpu
     num_micro_batches_per_slot = property(get_num_micro_batches_per_slot)
@@ -352,7 +352,7 @@ class ZeroTrialContext:
         return self._stop
 
     def set_stop_requested(self, stop_requested: bool) -> None:
-        """Stop and save the run the next time that the ranks communicate. Any rank may call it."""
+        """Stop and save the run the next time the ranks communicate. Any rank may call it."""
         self._stop = bool(stop_requested)
 
     def set_profiler(self, *args: Any, **options: Any) -> None:
@@ -447,7 +447,7 @@ def move_to(data: Any, device: torch.device) -> Any:
 
 
 class TensorBoardLog:
-    """A trial's TensorBoard files: reported metrics go there through the trial's writer."""
+    """A trial's TensorBoard files: the trial's writer also writes the reported metrics there."""
 
     def __init__(self, platform: Platform) -> None:
         self.enabled = True
@@ -455,7 +455,7 @@ class TensorBoardLog:
         self._writer: Any = None
 
     def path(self) -> Path:
-        """Make and return the folder. Raises ConfigError if the platform keeps no such files."""
+        """Create and return the folder. Raises ConfigError if the platform stores no such files."""
         path = self._platform.tensorboard_path
         if path is None:
             raise ConfigError("this platform writes no TensorBoard files", where="get_tensorboard_path")
@@ -463,7 +463,7 @@ class TensorBoardLog:
         return path
 
     def writer(self) -> Any:
-        """Return a torch SummaryWriter, made by the first call."""
+        """Return a torch SummaryWriter, created by the first call."""
         if self._writer is None:
             try:
                 from torch.utils.tensorboard import SummaryWriter

@@ -1,4 +1,4 @@
-"""The loop around a trial: train, report, validate, save, stop, by one step counter."""
+"""The loop around a trial, driven by one step counter: train, report, validate, save, stop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zero_trial.trial.validation import SpeedMeter, Validator
 
 
 def not_a_scalar(metric: str, value: Any, where: str = "searcher.metric") -> ConfigError:
-    """Return the error for a searcher's metric with a value that has no order."""
+    """Return the error for a searcher's metric whose value cannot be ordered."""
     return ConfigError(
         f"the searcher's metric {metric!r} is not a scalar",
         where=where,
@@ -35,7 +35,7 @@ def not_a_scalar(metric: str, value: Any, where: str = "searcher.metric") -> Con
 
 @dataclass(frozen=True)
 class Score:
-    """The searcher's metric, which ranks checkpoints; ``metric`` None: they are not ranked."""
+    """The searcher's metric, which ranks checkpoints; None: they are not ranked."""
 
     metric: str | None
     smaller_is_better: bool = True
@@ -66,8 +66,8 @@ class Score:
 
 
 class StepRunner:
-    """One optimizer step of a trial: calls ``train_batch`` and checks that it trained. Engines are
-    in training mode from here on, also with a model of ``from_pretrained``."""
+    """One optimizer step of a trial: calls ``train_batch`` and checks that it trained. Puts the
+    engines in training mode first, which a model from ``from_pretrained`` is not in."""
 
     def __init__(self, trial: ZeroTrial, context: ZeroTrialContext, feed: TrainFeed | None) -> None:
         for engine in context.engines:
@@ -122,8 +122,8 @@ class StepRunner:
                 )
 
     def _note_reads(self, trained: int, taken: int, where: str) -> None:
-        """Note where epochs, records and progress count other data than the first step has read. A
-        trial may have data of its own, or read ahead."""
+        """Log a note if epochs, records and progress do not count the data that the first step
+        read. A trial may have data of its own, or read ahead."""
         counted, found = self._context.get_num_micro_batches_per_slot(), ""
         if not taken:
             found = "took no batch from its iterator: read each with next(dataloader_iter)"
@@ -135,7 +135,7 @@ class StepRunner:
 
 
 def calls_per_step(context: ZeroTrialContext) -> int:
-    """Return how often ``train_batch`` is called for one optimizer step."""
+    """Return how many calls of ``train_batch`` make one optimizer step."""
     if context.use_pipeline_parallel or not context.auto_accumulation:
         return 1
     return context.get_num_micro_batches_per_slot()
@@ -154,11 +154,11 @@ class Controller:
         self._callbacks = _checked(trial.build_callbacks())
 
     def run(self) -> Outcome:
-        """Collective. Train to the end, or until the platform or the trial wants to stop; save in
-        every case.
+        """Collective. Train to the end, or until the platform or the trial asks to stop; save in
+        either case.
 
-        Raises InvalidHP (reported to the platform first), Diverged, and all errors of user code.
-        Then nothing is saved, because the other ranks may be in the middle of a step.
+        Raises InvalidHP (reported to the platform first), Diverged, and any error of user code.
+        Nothing is saved after an error, because the other ranks may be in the middle of a step.
         """
         failing = True
         try:
@@ -176,7 +176,7 @@ class Controller:
     def _open_loop(self) -> TrainLoop:
         """Collective. Build the loaders first: loading the engines restores the random state."""
         context = self._context
-        context.get_train_micro_batch_size_per_gpu()  # raises where there is no engine
+        context.get_train_micro_batch_size_per_gpu()  # raises if there is no engine
         storage_id = context.platform.latest_checkpoint
         state = TrialSnapshot(trial_id=context.platform.trial_id)
         checkpointer = Checkpointer(self._trial, context, self._callbacks)
@@ -212,7 +212,7 @@ class Controller:
             try:
                 callback.on_trial_shutdown()
             except Exception as error:
-                # the user's code; the other callbacks are called nevertheless
+                # user code; the other callbacks are still called
                 raised.append(error)
                 self._context.note(f"on_trial_shutdown of the callback {name} failed: {type(error).__name__}: {error}")
         if raised and not failing:
@@ -220,7 +220,7 @@ class Controller:
 
 
 class TrainLoop:
-    """Trains one trial on one rank from ``state`` on: train, report, validate, save, stop.
+    """Trains one trial on one rank, starting at ``state``: train, report, validate, save, stop.
 
     Collective: the constructor builds the validation loader. ``storage_id`` is the checkpoint that
     the run starts from.
@@ -330,7 +330,7 @@ class TrainLoop:
         )
 
     def _trained(self) -> tuple[float, int]:
-        """Return the trial's seconds of training and samples, with those before a resume."""
+        """Return the trial's training seconds and samples, including those before a resume."""
         samples = (self._state.step - self._first) * self._context.get_global_batch_size()
         return self._before[0] + self._reporter.timer.seconds, self._before[1] + samples
 
@@ -363,8 +363,8 @@ class TrainLoop:
             self._save()
         if any(due):
             self._context.platform.sync_tensorboard()
-        # Not at the end: a platform that acknowledges a preemption would start a complete trial
-        # again.
+        # Not at the end: after an acknowledged preemption, the platform would restart a complete
+        # trial.
         preempt = self._state.step < self._total and self._context.platform.should_preempt()
         self._reporter.start()
         if self._state.step < self._total and (preempt or stop):
@@ -372,7 +372,7 @@ class TrainLoop:
         return End.COMPLETED
 
     def _finish(self, end: End) -> None:
-        """Validate a run that is complete at its last step; save in every case."""
+        """Validate a run that is complete at its last step; save in either case."""
         if end is End.COMPLETED and self._validator.enabled and self._state.last_validation != self._state.step:
             self._validate()
         self._save()
@@ -383,7 +383,7 @@ class TrainLoop:
             self._context.platform.report_progress(self._state.step / self._total)
 
     def _validate(self) -> bool:
-        """Collective. Validate and report; return whether this step wants a checkpoint."""
+        """Collective. Validate and report; return whether to save a checkpoint at this step."""
         context, state = self._context, self._state
         metrics = self._validator.run()
         # The searcher's time metric is looked up among the validation metrics.
@@ -405,8 +405,8 @@ class TrainLoop:
         return bool(context.distributed.broadcast(self._score.is_better(value, best)))
 
     def _save(self) -> None:
-        """Collective. Save a checkpoint of the current step, unless it exists, or begin to: see
-        :class:`Checkpointer`. A run that only measures its speed saves nothing."""
+        """Collective. Save a checkpoint of the current step unless it exists, or begin to save one
+        (see :class:`Checkpointer`). A run that only measures its speed saves nothing."""
         state, settings = self._state, self._settings
         if self._saved_step == state.step or settings.measures_speed:
             return

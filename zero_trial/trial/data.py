@@ -25,12 +25,12 @@ from zero_trial.trial.trial import ZeroTrial
 
 
 class DataLoader:
-    """The description of a data loader, with torch's arguments. The trial returns it; the
+    """The description of a data loader, with torch's arguments. The trial returns it, and the
     controller creates each rank's loader from it.
 
     ``dataset`` is map-style (with a length and an index). With ``shuffle``, each epoch has its own
     permutation, drawn from the trial's seed by a separate generator. In training, consecutive
-    epochs are joined, so that every batch is full; with ``drop_last``, each epoch's last, smaller
+    epochs are joined so that every batch is full; with ``drop_last``, each epoch's last, smaller
     batch is dropped instead. Validation makes a single pass, and its last batch may be smaller.
     """
 
@@ -60,7 +60,7 @@ class DataLoader:
         self.batch_sampler = batch_sampler
         self.drop_last = drop_last
         self.seed = seed
-        self.workers = {  # how batches are fetched, by torch's names
+        self.workers = {  # how batches are fetched; torch's names
             "num_workers": num_workers,
             "collate_fn": collate_fn,
             "pin_memory": pin_memory,
@@ -90,8 +90,8 @@ class DataLoader:
         seed = seed if self.seed is None else self.seed
         batches = self._batches(repeat, skip, ReplicaShare(rank, num_replicas), seed)
         arguments: dict[str, Any] = {key: value for key, value in self.workers.items() if value is not None}
-        # Workers' base seeds come from a generator of their own: making an iterator must not move
-        # the global random state.
+        # Workers' base seeds come from a separate generator: creating an iterator must not
+        # advance the global random state.
         generator = torch.Generator().manual_seed(seed % 2**63)
         return TorchDataLoader(self.dataset, batch_sampler=batches, generator=generator, **arguments)  # type: ignore[arg-type]
 
@@ -133,11 +133,11 @@ UNKNOWN_LENGTH = 2**62  # epochs of a loader that does not know its length never
 
 
 class TrainFeed:
-    """Iterator over micro-batches. ``taken`` counts those of the whole trial, also those before a
-    resume.
+    """Iterator over micro-batches. ``taken`` counts those of the whole trial, including those
+    before a resume.
 
-    ``samples_each``: samples of one micro-batch over all replicas, 0 where it is not fixed.
-    ``source`` is the loader that the trial returned, asked for its ``state_dict`` if it has one.
+    ``samples_each``: samples in one micro-batch over all replicas, 0 if the number varies.
+    ``source`` is the loader that the trial returned; its ``state_dict`` is saved if it has one.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class TrainFeed:
 
     @property
     def position(self) -> DataPosition:
-        """Return how far this replica is."""
+        """Return the current position of this replica."""
         own = self._source.state_dict() if hasattr(self._source, "state_dict") else None
         return DataPosition(self.taken * self._samples_each, self.taken, own)
 
@@ -179,8 +179,8 @@ class TrainFeed:
 
 @dataclass(frozen=True)
 class DataPosition:
-    """How far a process is, or an earlier one was, in the data: samples over all replicas,
-    micro-batches of one, and this rank's loader's own state, JSON-able."""
+    """The position in the data, of this process or an earlier one: samples over all replicas,
+    micro-batches of one replica, and the state of this rank's loader, JSON-able."""
 
     samples: int = 0
     micro_batches: int = 0
@@ -188,18 +188,18 @@ class DataPosition:
 
 
 class ForeignLoader(DataError, RuntimeError):
-    """A loader that can neither be sharded nor resumed; a RuntimeError, as in Determined."""
+    """For a loader that can neither be sharded nor resumed; a RuntimeError, as in Determined."""
 
 
 def accept_loader(loader: Any, name: str, check: bool) -> Any:
-    """Return the loader to read from: one of Determined's becomes ours, with the same options.
+    """Return the loader to read from: one of Determined's is converted to ours, with its options.
 
     Raises ForeignLoader for a loader that can neither be sharded nor resumed exactly, unless
     ``check`` is off.
     """
     if isinstance(loader, DataLoader):
         return loader
-    determined = sys.modules.get("determined.pytorch")  # loaded where a trial uses it
+    determined = sys.modules.get("determined.pytorch")  # imported only if a trial uses it
     if isinstance(loader, getattr(determined, "DataLoader", ())):
         return _from_determined(loader)
     if loader is None or isinstance(loader, (str, bytes)) or not hasattr(loader, "__iter__"):
@@ -219,7 +219,7 @@ def accept_loader(loader: Any, name: str, check: bool) -> Any:
 def _from_determined(loader: Any) -> DataLoader:
     """Return our loader with the dataset and options of a ``determined.pytorch.DataLoader``.
 
-    Its shuffle is drawn from the loader's generator where it has one, else from the trial's seed.
+    Its shuffle draws from the loader's generator if it has one, otherwise from the trial's seed.
     """
     names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
     options = {name: getattr(loader, name) for name in (*names, "persistent_workers")}
@@ -255,10 +255,10 @@ def local_batches(loader: Any, mpu: ModelParallelUnit) -> int:
 
 
 def open_feed(loader: Any, name: str, mpu: ModelParallelUnit, seed: int, resume: DataPosition) -> TrainFeed:
-    """Return this rank's feed, starting where ``resume`` says.
+    """Return this rank's feed, starting at ``resume``.
 
-    Our own loader seeks without reading. Another loader takes back its own ``state_dict`` if it has
-    one, or else its batches are read and dropped.
+    Our own loader seeks without reading. Another loader restores its own ``state_dict`` if it has
+    one; otherwise its batches are read and dropped.
     """
     if isinstance(loader, DataLoader):
         skip = _skip(loader, mpu, resume)
@@ -292,10 +292,10 @@ def _skip(loader: DataLoader, mpu: ModelParallelUnit, resume: DataPosition) -> i
 
 
 def agreed_minimum(distributed: Distributed, batches: int | None, loader: str, note: Callable[[str], None]) -> int:
-    """Collective. Return the smallest number of batches over the ranks that read data (the others
-    pass None).
+    """Collective. Return the smallest number of batches over the ranks that read data (the other
+    ranks pass None).
 
-    Notes it if the numbers differ. Raises DataError on every rank, naming the ranks that have none.
+    Logs a note if the numbers differ. Raises DataError on every rank, naming ranks that have none.
     """
     numbers = batches_by_rank(distributed, batches, loader)
     known = [number for number in numbers if number is not None]
@@ -305,9 +305,9 @@ def agreed_minimum(distributed: Distributed, batches: int | None, loader: str, n
 
 
 def batches_by_rank(distributed: Distributed, batches: int | None, loader: str) -> list[int | None]:
-    """Collective. Return the number of batches of each rank; None for those that read no data.
+    """Collective. Return the number of batches of each rank; None for ranks that read no data.
 
-    Raises DataError on every rank, naming the ranks that have none.
+    Raises DataError on every rank if ranks have no batches, and names them.
     """
     numbers: list[int | None] = distributed.allgather(batches)
     empty = [rank for rank, number in enumerate(numbers) if number == 0]
@@ -330,7 +330,7 @@ def epoch_steps(
     if mpu.should_build_data_loader:
         mine = local_batches(loader, mpu)
         if mine == 0 and samples_of(loader):
-            # our own feed joins epochs end to end, so fewer samples than a step needs are enough
+            # our own feed joins epochs, so an epoch may have fewer samples than a step needs
             mine = 1
     micro = agreed_minimum(distributed, mine, TRAIN_LOADER, note)
     if micro < accumulation:
@@ -349,7 +349,7 @@ class TrainData:
 
 
 def open_train_data(trial: ZeroTrial, context: ZeroTrialContext, resume: DataPosition) -> TrainData:
-    """Collective. Build the loader and move to where ``resume`` says. Raises DataError."""
+    """Collective. Build the loader and move to position ``resume``. Raises DataError."""
     mpu, loader = context.mpu, None
     if mpu.should_build_data_loader:
         loader = trial.build_training_data_loader()
@@ -362,7 +362,7 @@ def open_train_data(trial: ZeroTrial, context: ZeroTrialContext, resume: DataPos
 
 
 def compare_batch(loader: Any, context: ZeroTrialContext) -> None:
-    """Note a loader whose batches differ from the engine's micro batch."""
+    """Log a note if the loader's batch size differs from the engine's micro batch."""
     given = loader.batch_size if isinstance(loader, DataLoader) and loader.batch_sampler is None else None
     micro = context.get_train_micro_batch_size_per_gpu()
     if given is not None and given != micro:
@@ -376,7 +376,7 @@ def compare_batch(loader: Any, context: ZeroTrialContext) -> None:
 
 
 def data_position(feed: TrainFeed | None, context: ZeroTrialContext) -> DataPosition:
-    """Collective. Return the ranks' common position; the lowest, with a note, if they differ."""
+    """Collective. Return the ranks' common position, or the lowest, with a note, if they differ."""
     own = feed.position if feed is not None else None
     ranks = context.distributed.allgather(None if own is None else [own.micro_batches, own.samples])
     known = [position for position in ranks if position is not None]

@@ -34,7 +34,7 @@ Given = Mapping[str, Any] | str | Path
 
 @dataclass(frozen=True)
 class Reconciled:
-    """Batch sizes: ``train_batch_size = micro * accumulation * data_parallel``; sources."""
+    """Batch sizes (``train_batch_size = micro * accumulation * data_parallel``) and sources."""
 
     train_batch_size: int
     micro_batch_size: int
@@ -43,7 +43,7 @@ class Reconciled:
     table: str = ""
 
     def line(self) -> str:
-        """Return the equation with its numbers."""
+        """Return the equation with its values filled in."""
         return (
             f"global batch {self.train_batch_size} = micro {self.micro_batch_size} x accumulation {self.accumulation} "
             f"x data-parallel ranks {self.data_parallel}"
@@ -54,14 +54,15 @@ class Reconciled:
 
 
 def trial_ds_config(given: Given | None, platform: Platform) -> Document:
-    """Return the base ds_config overwritten by the hyperparameters' values, each with its place;
-    only the form is checked.
+    """Merge the hyperparameters over the base ds_config; return the result with each value's
+    source. Checks only the format.
 
     Base: ``given``, else ``data.ds_config`` of the experiment, else the hyperparameter
-    ``deepspeed_config`` (or ``ds_config``, if it names a file or preset). Over it: the preset that
-    the hyperparameter ``trainer`` names, then ``hyperparameters.overwrite_deepspeed_args`` (not
-    over ``given``) and ``hyperparameters.ds_config``, where they are dicts.
-    Relative paths start at the model's folder. Raises ConfigError if there is none of them.
+    ``deepspeed_config`` (or ``ds_config``, if it names a file or preset). Merged over it: the
+    preset that the hyperparameter ``trainer`` names, then
+    ``hyperparameters.overwrite_deepspeed_args`` (not if ``given``) and
+    ``hyperparameters.ds_config``, if dicts. Relative paths start at the model's folder. Raises
+    ConfigError if there is no base.
     """
     hparams = platform.hparams
     base = given if given is not None else named_ds_config(platform.experiment.get("data"), hparams)[1]
@@ -79,11 +80,11 @@ def trial_ds_config(given: Given | None, platform: Platform) -> Document:
 def source_line(source: Document, config: DsConfig, data: Mapping[str, Any] | None = None) -> str:
     """Return ``ds_config ds_configs/zero3.json 5d41402a: ZeRO-3, bf16``, read from ``source``.
 
-    ``data`` is the section of an experiment that names its ds_config: `zero-trial run` replaces the
+    ``data`` is the experiment's section that names its ds_config: `zero-trial run` replaces the
     file name with the values, and records the name.
 
-    The number is the start of the SHA-256 of all values: two runs with equal numbers trained with
-    the same ds_config.
+    The number is the start of the SHA-256 of all values: runs with the same number trained with the
+    same ds_config.
     """
     values = json.dumps(resolved_ds_config(config), sort_keys=True, default=str)
     noted = (data or {}).get("zero_trial")
@@ -120,8 +121,8 @@ def with_stages(config: Document, model: Any) -> Document:
 
 
 def _opened(base: Given | None, model_dir: Path) -> Document:
-    """Return a dict, a file of the model's folder (or an absolute path), a preset or base64 as a
-    document. Raises ConfigError for a missing file."""
+    """Load a ds_config from a dict, a file in the model's folder (or an absolute path), a preset,
+    or base64. Raises ConfigError for a missing file."""
     if base is None or isinstance(base, Mapping):
         return open_source(base or {})
     name = base
@@ -139,14 +140,14 @@ def _opened(base: Given | None, model_dir: Path) -> Document:
 
 
 def reconcile_config(config: Document, platform: Platform) -> tuple[DsConfig, Reconciled]:
-    """Read ``config``, fill in "auto" and all three batch sizes, and return it with the table of
-    how they agree.
+    """Read ``config``, fill in "auto" and all three batch sizes, and return it with the table that
+    shows how they agree.
 
-    An engine uses the result unchanged: a ds_config is read only once.
+    An engine uses the result unchanged, so a ds_config is read only once.
 
-    The hyperparameter ``global_batch_size`` is ``train_batch_size``; ``data_parallel_world_size``
-    must match the ranks. A contradiction raises InvalidHP in a search (which continues without this
-    point), ConfigError otherwise.
+    The hyperparameter ``global_batch_size`` means ``train_batch_size``;
+    ``data_parallel_world_size`` must match the ranks. A contradiction raises InvalidHP in a search
+    (which then skips this point), otherwise ConfigError.
     """
     search, world = is_search(platform), platform.distributed.size
     checked = read_ds_config(config, hints=_hints(platform), hyperparameters=platform.hparams, search=search)
@@ -193,7 +194,7 @@ def is_search(platform: Platform) -> bool:
 
 
 def _hints(platform: Platform) -> dict[str, Any]:
-    """Return what else fills "auto": the run's length in steps, if it is known."""
+    """Return the other values for "auto": the run's length in steps, if it is known."""
     try:
         unit = run_length(platform.experiment, platform.hparams.get("global_batch_size"))
     except ConfigError:  # it is read again with the engine's batch size

@@ -26,9 +26,9 @@ class Reducer(Enum):
 
 
 SPEED_METRIC = "zero_trial_steps_per_second"
-"""As ``searcher.metric``: a trial reports its speed, and neither evaluates nor saves."""
+"""As ``searcher.metric``: the trial reports its speed, without validating or saving."""
 
-WARM_UP = 2  # steps whose speed is not measured
+WARM_UP = 2  # steps excluded from the speed
 
 COUNTERS = ("batches", "epochs")  # added to the validation metrics, for the searcher's time metric
 
@@ -91,7 +91,7 @@ def mean_over_calls(calls: Sequence[dict[str, torch.Tensor]], where: str) -> dic
 
 
 def add_sums(many: Iterable[Mapping[str, Sequence[float]]]) -> Sums:
-    """Add up sums and counts by name, in the order given."""
+    """Add up sums and counts by name, in the given order."""
     total: Sums = {}
     for sums in many:
         for name, (value, number) in sums.items():
@@ -106,10 +106,10 @@ def averages(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def validation_metrics(batches: Sequence[Any], reducers: Mapping[str, Reducer], where: str) -> dict[str, Any]:
-    """Return one rank's value (a number or nested lists) per metric over its batches of
-    ``evaluate_batch``.
+    """Return one rank's value (a number or nested lists) of each metric, reduced over its batches
+    of ``evaluate_batch``.
 
-    Raises TrialError when a batch returns no dictionary, other names than the first, or None as a
+    Raises TrialError if a batch returns no dictionary, different names than the first, or None as a
     value. Bytes are dropped.
     """
     if not batches:
@@ -158,10 +158,10 @@ def _reduce(stacked: torch.Tensor, reducer: Reducer) -> torch.Tensor:
 
 
 def over_ranks(parts: Sequence[tuple[Mapping[str, Any], int]], reducers: Mapping[str, Reducer]) -> dict[str, Any]:
-    """Return the final metrics from (a rank's metrics, its number of batches). Ranks without
+    """Return the final metrics from each rank's metrics and number of batches. Ranks without
     metrics do not count.
 
-    Raises TrialError, on every rank, when ranks have metrics of different names or shapes.
+    Raises TrialError, on every rank, if ranks have metrics of different names or shapes.
     """
     numbered = [(rank, metrics) for rank, (metrics, _) in enumerate(parts) if metrics]
     for rank, metrics in numbered[1:]:
@@ -224,7 +224,7 @@ class MetricReducer(ABC):
         """Return the metric from all ranks' ``per_slot_reduce``; without a name, return a dict."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the values that are collected but not yet reported, JSON-able, for a
+        """Return the values that are collected but not yet reported, as JSON-able values for a
         checkpoint."""
         return {}
 
@@ -234,7 +234,7 @@ class MetricReducer(ABC):
 
 
 class FunctionReducer(MetricReducer):
-    """``update(value)`` collects; the function gets all ranks' values in one list."""
+    """``update(value)`` collects; the function receives all ranks' values in one list."""
 
     def __init__(self, function: Callable[[list[Any]], Any]) -> None:
         self._function = function
@@ -321,10 +321,10 @@ def _named(item: Wrapped, value: Any) -> dict[str, Any]:
 
 
 def speed_of(times: Sequence[float], warm_up: int) -> tuple[int, float]:
-    """Return how many steps have been measured, and their speed: one over the median of their
+    """Return how many steps were measured, and their speed: one divided by the median of their
     seconds.
 
-    Args:
+    times: when each step was complete; when the first step started is unknown.
         times: when each step was complete; the start of the first step is unknown.
         warm_up: number of steps to skip, at least one.
     """

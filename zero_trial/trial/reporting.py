@@ -21,18 +21,18 @@ Overflowed = Callable[[], bool]  # whether a loss scale skipped the step
 
 
 class End(Enum):
-    """Why the loop was left."""
+    """Why the loop ended."""
 
     COMPLETED = "completed"
-    STOPPED = "stopped"  # the trial asked
-    PREEMPTED = "preempted"  # the platform asked; the run can be resumed
+    STOPPED = "stopped"  # requested by the trial
+    PREEMPTED = "preempted"  # requested by the platform; the run can be resumed
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The figures of a run that ended well.
+    """The figures of a run that completed.
 
-    Training seconds and samples are the whole trial's, without start-up, validation, saving and the
+    Training seconds and samples cover the whole trial, without start-up, validation, saving and the
     steps that a resume repeats.
     """
 
@@ -56,8 +56,8 @@ def build_summary(
     """Return the figures for summary.json, on rank 0: the run's, the validation metrics,
     ``ZeroTrial.summary()``, then ``more``.
 
-    Seconds and throughput cover only training, in this start and in earlier ones, without start-up,
-    validation and saving.
+    Seconds and throughput cover only training, in this start and in earlier starts, without
+    start-up, validation and saving.
     """
     summary: dict[str, Any] = {
         "end": outcome.end.value,
@@ -93,15 +93,15 @@ def zero_stage(context: ZeroTrialContext) -> int:
     return int(context.engines[0].zero_optimization_stage())
 
 
-STRAGGLER_STEPS = 4  # of a stretch, at least
-STRAGGLER_FACTOR = 2.0  # of the others' busy time
-# per step: on a loaded machine ranks differ by half as much by chance
+STRAGGLER_STEPS = 4  # minimum length of a stretch
+STRAGGLER_FACTOR = 2.0  # times the others' busy time
+# per step: on a loaded machine, ranks differ by half of this by chance
 STRAGGLER_SECONDS = 0.02
 STRAGGLER_STRETCHES = 2
 
 
 class StragglerWatch:
-    """Finds a rank that all others wait for, by how long each rank is busy between two exchanges.
+    """Detects a straggler: a rank that all others wait for, by each rank's busy time.
 
     Ranks do the same work and synchronize in every step, so all take as long as the slowest, but
     the slowest does not wait. Busy time is training time without waiting. A rank that is busy twice
@@ -111,18 +111,18 @@ class StragglerWatch:
 
     def __init__(self) -> None:
         self._begin: int | None = None  # steps complete at the beginning of the stretch
-        self._busy: list[float] = []  # of each rank in the stretch so far
+        self._busy: list[float] = []  # seconds of each rank in the stretch so far
         self._suspect: tuple[int, int] = (-1, 0)  # rank, stretches in a row
         self._named: set[int] = set()
 
     def observe(self, step: int, busy: Sequence[float | None]) -> str | None:
         """Return a note about a straggler, if there is one.
 
-        The first call only starts the count, because a first step is unlike the others.
+        The first call only starts the count, because a first step is not typical.
 
         Args:
             step: steps that are complete now.
-            busy: each rank's busy seconds since the last call. One None ends the watch.
+            busy: each rank's busy seconds since the last call. A single None stops the detection.
         """
         known = [seconds for seconds in busy if seconds is not None]
         if len(known) < 2 or len(known) < len(busy):
@@ -156,8 +156,8 @@ def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
 
 
-EXCHANGE_SECONDS = 1.0  # between two exchanges, about
-FORGIVEN = 10  # losses in a row that may be not finite in steps that a loss scale skipped
+EXCHANGE_SECONDS = 1.0  # approximate time between two exchanges
+FORGIVEN = 10  # non-finite losses in a row allowed in steps that a loss scale skipped
 
 
 class StepTimer:
@@ -183,8 +183,7 @@ class MetricReporter:
     """Collects this rank's training metrics step by step, exchanges them, and reports.
 
     Ranks exchange after the first step, then about once a second (rank 0 proposes the step, so that
-    all agree), and at every boundary. When an exchange happens affects neither training nor
-    reports.
+    all agree), and at every boundary. The time of an exchange affects neither training nor reports.
     """
 
     def __init__(
@@ -201,13 +200,13 @@ class MetricReporter:
         self.timer = StepTimer(clock)
         self.window = add_sums([window])
         self._tokens_per_sample = tokens_per_sample
-        self._overflows = 0  # steps in a row that were skipped with a loss that is not finite
+        self._overflows = 0  # steps in a row that were skipped with a non-finite loss
         self._context = context
         self._callbacks = callbacks
         self._total = total
         self._paced: tuple[int, float] | None = None  # steps and seconds after the first exchange
         self._exchanged = step  # step of the last exchange
-        self._exchanged_at = 0.0  # training seconds then
+        self._exchanged_at = 0.0  # training seconds at the last exchange
         self.next = step + 1  # step of the next exchange
         self._waits = StepTimer(lambda: context.engines[0].seconds_waited() or 0.0)
         self._busy_at = 0.0  # busy seconds at the last exchange
@@ -264,7 +263,7 @@ class MetricReporter:
         return any(rank["stop"] for rank in ranks)
 
     def _read_busy(self) -> float | None:
-        """Return seconds since the last exchange without waits for others; None if unknown."""
+        """Return seconds since the last exchange, minus waits for other ranks; None if unknown."""
         if self._context.engines[0].seconds_waited() is None:
             return None
         before, self._busy_at = self._busy_at, self.timer.seconds - self._waits.seconds
@@ -276,7 +275,7 @@ class MetricReporter:
         rows = [dict.fromkeys(metrics, 0.0) for _, _, metrics in steps]
         for name in dict.fromkeys(name for _, _, metrics in steps for name in metrics):
             having = [index for index, (_, _, metrics) in enumerate(steps) if name in metrics]
-            # of several steps dtypes may differ
+            # dtypes may differ between steps
             halves = (torch.float16, torch.bfloat16)
             found = [steps[index][2][name] for index in having]
             values = torch.stack([value.float() if value.dtype in halves else value for value in found])
@@ -297,7 +296,7 @@ class MetricReporter:
         """Return the step of the next exchange, about EXCHANGE_SECONDS from now at the pace of the
         last steps.
 
-        At most twice as many steps as the last time, because the pace may change.
+        At most twice as many steps as last time, because the pace may change.
         """
         steps = max(step - self._exchanged, 1)
         seconds = (self.timer.seconds - self._exchanged_at) / steps
@@ -333,7 +332,7 @@ class MetricReporter:
                 event["tokens_per_second"] = event["samples_per_second"] * self._tokens_per_sample
             if (mfu := self._context.engines[0].get_mfu(event["samples_per_second"])) is not None:
                 event["mfu"] = mfu
-            # by the pace since the first exchange: earlier steps also start devices and loaders
+            # at the pace since the first exchange: earlier steps include device and loader startup
             before, since = self._paced = self._paced or (step, self.timer.seconds)
             if step > before:
                 event["eta_seconds"] = (self._total - step) * (self.timer.seconds - since) / (step - before)
@@ -371,5 +370,5 @@ def _raise_if_diverged(ranks: Sequence[tuple[int, str] | None], last_checkpoint:
 
 
 def _as_json(value: float | None) -> float | str | None:
-    """Return a value that is not finite as text, which JSON can hold."""
+    """Convert a non-finite value to text, since JSON cannot represent it."""
     return value if value is None or math.isfinite(value) else str(value)

@@ -23,7 +23,7 @@ from itertools import count, islice
 
 import torch
 
-# 2**64 / golden ratio (Knuth): neighbouring (seed, epoch) pairs give unrelated generator seeds.
+# 2**64 / golden ratio (Knuth): adjacent (seed, epoch) pairs give unrelated generator seeds.
 MIX = 0x9E3779B97F4A7C15
 
 Order = Sequence[int] | torch.Tensor
@@ -75,7 +75,7 @@ class ReplicaShare:
 
 @dataclass(frozen=True)
 class TrainBatches:
-    """This replica's endless batches of indices, from its ``skip``-th on."""
+    """This replica's endless batches of indices, starting at batch ``skip``."""
 
     order: EpochOrder
     batch_size: int
@@ -106,7 +106,7 @@ class TrainBatches:
 @dataclass(frozen=True)
 class ValidationBatches:
     """This replica's batches of a single pass, for validation. Every replica has the same number of
-    batches, so that none waits for another.
+    batches, so that no replica waits for another.
 
     The samples after the last round of full batches are split evenly into one smaller batch per
     replica. If they are fewer than the replicas, they are skipped (with ``drop_last`` always).
@@ -128,7 +128,7 @@ class ValidationBatches:
             yield plain(samples[start : start + each + (rank < more)])
 
     def _rounds(self) -> tuple[int, int]:
-        """Return the rounds of full batches, and the samples of the smaller ones after them."""
+        """Return the number of full rounds, and of samples in the smaller batches after them."""
         rounds, rest = divmod(self.order.length, self.batch_size * self.share.replicas)
         return rounds, 0 if self.drop_last or rest < self.share.replicas else rest
 

@@ -1,4 +1,4 @@
-"""When things happen and how long a trial runs: periods, boundaries as a pure function of one step
+"""When things happen, and how long a trial runs: periods, boundaries as a pure function of one step
 counter, settings.
 
 Steps are optimizer steps, counted from the start of the trial and never from the start of a process
@@ -39,7 +39,7 @@ class Record:
 
 TrainUnit = Batch | Epoch
 
-UNENDING = 2**40  # steps; an epoch as long as this is one whose loader does not know its length
+UNENDING = 2**40  # steps; the length of an epoch whose loader does not know its own
 
 NEVER = Batch(0)
 EVERY_HUNDRED = Batch(100)
@@ -56,7 +56,7 @@ def is_boundary(step: int, unit: TrainUnit, epoch_length: int) -> bool:
 
 
 def total_steps(max_length: TrainUnit, epoch_length: int) -> int:
-    """Return the step counter's value at the end of the run, with the steps before a resume."""
+    """Return the step counter's value at the end of the run, including steps before a resume."""
     if not isinstance(max_length.value, int) or max_length.value <= 0:
         raise ConfigError("the run's length must be a positive number", where="max_length", got=max_length)
     if isinstance(max_length, Batch):
@@ -71,7 +71,7 @@ def total_steps(max_length: TrainUnit, epoch_length: int) -> int:
 
 def read_unit(value: Any, where: str, global_batch_size: int | None = None) -> TrainUnit:
     """Read ``{batches: n}``, ``{epochs: n}``, ``{records: n}``, a bare number of batches, or a
-    Batch, Epoch or Record, also Determined's own.
+    Batch, Epoch or Record (ours or Determined's).
 
     Records need the global batch size: n records are max(n // global batch size, 1) steps.
     """
@@ -106,7 +106,7 @@ def read_unit(value: Any, where: str, global_batch_size: int | None = None) -> T
 
 
 def _checked(unit: TrainUnit, where: str) -> TrainUnit:
-    """Return ``unit`` if it counts something. Raises ConfigError otherwise."""
+    """Return ``unit`` if it is a valid count. Raises ConfigError otherwise."""
     value = unit.value
     good = (
         value >= 0 if isinstance(value, int) else isinstance(value, Container) and not isinstance(value, (str, bytes))
@@ -152,8 +152,8 @@ POLICIES = ("best", "all", "none")
 @dataclass(frozen=True)
 class Keep:
     """Which checkpoints of a trial are kept: the best few by the searcher's metric and the latest
-    few. None keeps all. ``at_end``: how many of the latest a complete trial keeps; None: no
-    change."""
+    few. None keeps all. ``at_end``: how many of the latest are kept after the trial completes;
+    None: no change."""
 
     best: int | None = None
     latest: int | None = None
@@ -164,9 +164,9 @@ class Keep:
 class TrainSettings:
     """The arguments of ``fit``, under Determined's names.
 
-    ``max_length`` counts the whole trial's steps, also those before a resume.
-    ``checkpoint_policy``: after a validation save if it is the ``best`` so far, save after ``all``
-    of them, or ``none``.
+    ``max_length`` counts the whole trial's steps, including those before a resume.
+    ``checkpoint_policy``: after a validation, save if it is the ``best`` so far, always (``all``),
+    or never (``none``).
     """
 
     max_length: TrainUnit
@@ -178,11 +178,11 @@ class TrainSettings:
     metric: str | None = None
     smaller_is_better: bool = True
     keep: Keep = Keep()
-    validation_batches: int | None = None  # at most so many per validation, for a trial run
+    validation_batches: int | None = None  # maximum per validation, for a test run
 
     @property
     def measures_speed(self) -> bool:
-        """Return whether the run only reports its steps per second; it then saves nothing."""
+        """Return whether the run only measures its steps per second; such a run saves nothing."""
         return self.metric == SPEED_METRIC
 
     def __post_init__(self) -> None:
@@ -239,7 +239,7 @@ def settings_from_experiment(
 
 def _keep(storage: Mapping[str, Any]) -> Keep:
     """Return Determined's numbers, but keep at least the two latest until the trial is complete,
-    because one may be damaged. The only trial of a run keeps the best ones of its experiment."""
+    because one may be damaged. A run's only trial keeps the experiment's best checkpoints."""
     best = max(int(storage.get("save_trial_best", 1)), int(storage.get("save_experiment_best", 0)))
     latest = int(storage.get("save_trial_latest", 1))
     return Keep(best=best, latest=max(latest, 2), at_end=latest)

@@ -1,5 +1,5 @@
-"""What users subclass, ZeroTrial and TrialCallback; the import of their class from the model's
-folder, and the seed that everything starts from."""
+"""The classes that users subclass, ZeroTrial and TrialCallback; the import of their class from the
+model's folder; and the seed that everything starts from."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class ZeroTrial(ABC):
     define data, training and validation.
     """
 
-    # Tokens per sample, if samples are sequences: then tokens per second are reported next to
-    # samples per second.
+    # Tokens per sample, if samples are sequences: tokens per second are then reported in addition
+    # to samples per second.
     tokens_per_sample: int | None = None
 
     def __init__(self, context: ZeroTrialContext) -> None:
@@ -111,7 +111,7 @@ class ZeroTrial(ABC):
 
 class TrialCallback:
     """Hooks into a run: override the methods that you need, and return the callback from
-    ``build_callbacks``. Methods are called on every rank, at the same points.
+    ``build_callbacks``. Every rank calls the methods, at the same points.
 
     The names are those of Determined's PyTorchCallback, whose subclasses also work here.
     """
@@ -157,7 +157,7 @@ class TrialCallback:
         """Called after this rank's files are written, while the folder has a temporary name."""
 
     def on_checkpoint_upload_end(self, uuid: str) -> None:
-        """Called when the checkpoint is stored under its storage id."""
+        """Called once the checkpoint is stored under its storage id."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return this rank's state for a checkpoint, as JSON-able values."""
@@ -175,8 +175,8 @@ def import_trial_class(module: str, name: str, model_dir: Path) -> type[ZeroTria
     """Import and return the class ``name`` of ``module``, with ``model_dir`` first on the search
     path.
 
-    Raises ConfigError, naming the trials that the module defines, if it is not a trial; errors of
-    the module itself pass.
+    Raises ConfigError, naming the trials that the module defines, if the class is not a trial;
+    errors in the module itself propagate.
     """
     sys.path.insert(0, str(model_dir))
     try:
@@ -212,7 +212,7 @@ def import_trial_class(module: str, name: str, model_dir: Path) -> type[ZeroTria
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators of Python, torch (all devices) and, if it is loaded, numpy.
+    """Seed the generators of Python, torch (all devices) and, if imported, numpy.
 
     The same on every rank, before the trial is built.
     """
@@ -224,7 +224,7 @@ def seed_everything(seed: int) -> None:
 
 
 def fitted(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``method``, called with only as many positional arguments as it takes:
+    """Return ``method``, wrapped to receive only as many positional arguments as it accepts:
     ``evaluate_batch(iterator)`` is an older form."""
     parameters = inspect.signature(method).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):

@@ -1,6 +1,6 @@
-"""Validation: every rank's batches, then one set of metrics on all ranks.
+"""Validation: every rank evaluates its batches, and all ranks get the same metrics.
 
-A rank with fewer batches than others evaluates its last batch again, since the others may need it
+A rank with fewer batches than others evaluates its last batch again, because the others may need it
 in their collectives (ZeRO stage 3, or the user's own); these results do not count.
 """
 
@@ -88,7 +88,7 @@ class Validator:
             return
         mine = _length(built) if mpu.should_build_data_loader else None
         self._batches = self._own = self._agree(mine)
-        if context.use_pipeline_parallel:  # each evaluation takes as many micro-batches
+        if context.use_pipeline_parallel:  # each evaluation takes ``accumulation`` micro-batches
             accumulation = context.get_num_micro_batches_per_slot()
             if self._batches < accumulation:
                 raise ConfigError(
@@ -132,7 +132,7 @@ class Validator:
 
     @property
     def batches(self) -> int:
-        """Calls of ``evaluate_batch`` in a whole validation."""
+        """The number of ``evaluate_batch`` calls in a whole validation."""
         return self._batches
 
     def run(self) -> dict[str, Any]:
@@ -214,8 +214,8 @@ class SpeedMeter:
         self._times.append(self._clock())
 
     def run(self) -> dict[str, Any]:
-        """Collective. Return rank 0's steps per second, without those before ds_config's
-        ``autotuning.start_profile_step``. Raises ConfigError if there are none."""
+        """Collective. Return rank 0's steps per second, excluding steps before ds_config's
+        ``autotuning.start_profile_step``. Raises ConfigError if no steps are left."""
         configs = self._context.ds_configs
         warm_up = configs[0].autotuning.start_profile_step - 1 if configs else WARM_UP
         measured, speed = speed_of(self._times, warm_up)
@@ -243,7 +243,7 @@ def reported_metrics(method: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def _returned_names(function: ast.AST) -> frozenset[str] | None:
-    # torch's decorators (torch.no_grad() ...) leave the returned dict as it is
+    # torch's decorators (torch.no_grad() ...) return the dict unchanged
     if not isinstance(function, _Function) or not all(
         ast.unparse(item).startswith("torch.") for item in function.decorator_list
     ):
@@ -257,7 +257,7 @@ def _returned_names(function: ast.AST) -> frozenset[str] | None:
 
 
 def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes but those of functions and classes inside."""
+    """Yield all nodes except those of nested functions and classes."""
     for child in ast.iter_child_nodes(function):
         if not isinstance(child, _Function | ast.Lambda | ast.ClassDef):
             yield child

@@ -1,4 +1,4 @@
-"""A run's files of JSON: appended line by line or replaced whole, never left half written, and
+"""A run's JSON files: appended line by line or replaced as a whole, never left half written, and
 followed while they grow; and figures of a run that several readers need."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_BYTES = 32 << 20  # of a file that is read completely
 _LONGEST_LINE = 4 << 20  # bytes
 
 COUNTERS = ("batches", "epochs")
-"""Validation metrics for the searcher alone: people read the step instead."""
+"""Validation metrics that only the searcher needs: users read the step instead."""
 
 ENGINE_GROUP = "engine"
 """The metric group on a master that holds the metrics of PROGRESS."""
@@ -38,9 +38,9 @@ PROGRESS = {
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON line to ``path``. Raises StorageError where the disk does not take it.
+    """Append one JSON line to ``path``. Raises StorageError if it cannot be written.
 
-    It is one write, so that a reader never sees half of a line followed by another's.
+    A single write, so that a reader never sees a partial line followed by another writer's line.
     """
     line = (json.dumps(record) + "\n").encode()
     with _storage_errors(path):
@@ -72,17 +72,17 @@ def read_text(path: Path, most: int = _MOST_BYTES) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a file of JSON lines, without torn ones; none if it is missing."""
+    """Read the records of a JSON lines file, skipping torn ones; empty if the file is missing."""
     return list(json_lines(Tail(path).lines()))
 
 
 def json_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects among ``lines``; anything else is passed over."""
+    """Yield the JSON objects among ``lines``; skip anything else."""
     return (value for line in lines if (value := json_line(line)) is not None)
 
 
 def json_line(line: str) -> dict[str, Any] | None:
-    """Return the JSON object that a line holds; None if it holds anything else."""
+    """Return the JSON object in a line; None if the line is anything else."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -91,7 +91,7 @@ def json_line(line: str) -> dict[str, Any] | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; an empty one if the file is missing, unreadable or something else."""
+    """Read a JSON object; return {} if the file is missing, unreadable or anything else."""
     try:
         found = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
@@ -100,7 +100,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def keep_lines(path: Path, stays: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite ``path`` without torn lines and records that do not stay. Raises StorageError."""
+    """Rewrite ``path`` without torn lines and records to remove. Raises StorageError."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -110,7 +110,7 @@ def keep_lines(path: Path, stays: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Make ``value`` the whole content of ``path``, as ``replace_file`` does."""
+    """Replace ``path``'s content by ``value``, as ``replace_file`` does."""
     _replace_file(path, json.dumps(value, indent=1) + "\n")
 
 
@@ -135,8 +135,8 @@ def _storage_errors(path: Path) -> Iterator[None]:
 
 
 class Tail:
-    """Reads what another process appends to a regular file, which may not exist yet. Lines of more
-    than 4 MiB are left out. Raises OSError if the file cannot be read.
+    """Reads what another process appends to a regular file, which may not exist yet. Lines longer
+    than 4 MiB are skipped. Raises OSError if the file cannot be read.
 
     Args:
         skip_existing: only read what is appended from now on.
@@ -159,7 +159,7 @@ class Tail:
         self._in_long_line = False
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines that were completed since the last call, without their ends."""
+        """Yield the lines completed since the last call, without their line ends."""
         try:
             file = self._open()
         except FileNotFoundError:
@@ -180,7 +180,7 @@ class Tail:
                 self._in_long_line = not whole
 
     def rest(self) -> str:
-        """Return the start of an unfinished line after those of ``lines``."""
+        """Return the start of an unfinished line after the last of ``lines``."""
         try:
             with self._open() as file:
                 data = file.read(_LONGEST_LINE)
@@ -199,8 +199,8 @@ class Tail:
 
 
 def baselines(metric: str, summary: Mapping[str, Any]) -> dict[str, float]:
-    """Find the figures of summary.json that measure the same quantity in another way, by what is
-    before its name.
+    """Find the figures in summary.json that measure the same quantity in another way, by the prefix
+    of their names.
 
     ``unigram_bits_per_byte`` is a baseline of ``val_bits_per_byte``, and ``chance_accuracy`` one of
     ``accuracy``.
@@ -215,10 +215,10 @@ def baselines(metric: str, summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def join_memory(figures: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of a run with the largest measured memory of it and of earlier parts of
-    the same run, which was resumed; pure.
+    """Return the figures of a run, with the largest measured memory of it and of the earlier runs
+    that it resumed. Pure.
 
-    What ranks have used is compared rank by rank. ``memory_plan_error_percent`` follows.
+    Memory use is compared rank by rank. ``memory_plan_error_percent`` is computed from the result.
     """
     joined, peaks = dict(figures), list(figures.get("peak_memory_bytes") or ())
     for part in earlier:
@@ -236,5 +236,5 @@ _LARGEST = sys.float_info.max
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether ``value`` is a number that fits into a float."""
+    """Return whether ``value`` is a number that a float can represent."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST

@@ -1,8 +1,8 @@
-"""What a run was made from: ``config.lock.yaml``, which repeats it, and the code, versions and
-machine of each of its starts.
+"""What a run was made from: ``config.lock.yaml``, which repeats it, and for each of its starts the
+code, versions and machine.
 
-Together with summary.json and the events it is what ``zero-trial diff`` compares. Two runs that
-agree in all of it have the same bits.
+Together with summary.json and the events, this is what ``zero-trial diff`` compares. Two runs that
+agree in all of it are bit-identical.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from zero_trial.trial.runs.run_layout import RunFolder
 MOST_FOLDERS = 500
 MOST_FILES = 2000
 MOST_BYTES = 1 << 26
-"""Limits of the model's code. A folder beyond them is not a folder of code, and its entry says that
-it is not complete."""
+"""Limits of the model's code. A larger folder is not considered code, and its entry is marked as
+incomplete."""
 
 _CODE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".cuh")
 _NOT_CODE = {"__pycache__", "node_modules", "site-packages", "runs", "checkpoints"}
@@ -44,11 +44,11 @@ def write_lock(
     slots: int,
     seed: int,
 ) -> Path:
-    """Write ``config.lock.yaml``: the experiment with the ds_config resolved inside it, where the
-    model is, on how many ranks it runs, from which seed.
+    """Write ``config.lock.yaml``: the experiment with its resolved ds_config, the model's location,
+    the number of ranks, and the seed.
 
-    Hyperparameters stay as they are: the trial may read a ds_config out of them by itself, and laid
-    over the resolved one it changes nothing. The model's folder is noted relative to the lock, so
+    Hyperparameters stay unchanged: the trial may read a ds_config from them directly, and merging
+    it over the resolved one changes nothing. The model's folder is stored relative to the lock, so
     that a project can be moved as a whole.
     """
     content = copy.deepcopy(dict(experiment.raw))
@@ -81,13 +81,13 @@ def locked_model_dir(experiment: ExperimentConfig) -> Path | None:
     section = experiment.data.get(LOCK_SECTION)
     if not isinstance(section, Mapping) or not isinstance(section.get("model_dir"), str) or experiment.folder is None:
         return None
-    real = experiment.folder.resolve()  # a link to a run, or to all runs, is not where the path in it begins
+    real = experiment.folder.resolve()  # resolve links to a run, or to all runs: the path is relative to the target
     folder = experiment.folder if Path(os.path.abspath(experiment.folder)) == real else real
     return Path(os.path.normpath(folder / section["model_dir"]))
 
 
 def _plain(value: Any) -> Any:
-    """Turn nested mappings and sequences into the dicts and lists that YAML can write."""
+    """Convert nested mappings and sequences to dicts and lists that YAML can write."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -105,13 +105,13 @@ def _version(name: str) -> str | None:
 def add_start(
     run_dir: Path, run: Mapping[str, Any], model_dir: Path, torch_version: str, machine: Mapping[str, Any]
 ) -> None:
-    """Add one start to the run's provenance, on rank 0 and before training. A run that goes on has
-    an entry for each.
+    """Add one start to the run's provenance, on rank 0 and before training. A run that was
+    continued has one entry per start.
 
     Args:
-        run: step, seed, number of ranks and hyperparameters; what JSON cannot hold is written as
-            text.
-        machine: the device and the machine's arithmetic.
+        run: step, seed, number of ranks and hyperparameters; values that JSON does not support are
+            written as text.
+        machine: the device and the numerics of the machine.
     """
     path = RunFolder(run_dir).provenance
     start = {
@@ -132,10 +132,10 @@ def add_start(
 
 def code_of(folder: Path) -> dict[str, Any]:
     """Hash the source files below ``folder``: name -> the first 16 digits of its SHA-256, and one
-    sum over all of them.
+    hash over all of them.
 
-    Hidden folders and folders that hold no code (``runs``, unless it is a Python package) are left
-    out. The order is the same on every machine.
+    Hidden folders and folders without code (``runs``, unless it is a Python package) are skipped.
+    The order is the same on every machine.
     """
     files: dict[str, str] = {}
     size, visited, complete = 0, 0, True
@@ -149,7 +149,7 @@ def code_of(folder: Path) -> dict[str, Any]:
         for path in (Path(place) / name for name in sorted(names) if name.endswith(_CODE_SUFFIXES)):
             try:
                 content = path.read_bytes()
-            except OSError:  # it is removed while a run starts
+            except OSError:  # removed while a run starts
                 continue
             size += len(content)
             files[path.relative_to(folder).as_posix()] = sha256(content).hexdigest()[:16]

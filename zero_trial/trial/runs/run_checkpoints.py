@@ -1,15 +1,15 @@
-"""The checkpoints of a run's folder: which there are, where a run starts, how one gets its name,
-and whether its files are whole.
+"""The checkpoints of a run's folder: which exist, where a run starts, how a checkpoint gets its
+name, and whether its files are intact.
 
-A finished checkpoint is a folder ``step-000200`` with a description that lists its files and their
+A finished checkpoint is a folder ``step-000200`` whose description lists its files and their
 checksums:
 
     metadata.json = {..., "files": {"trial_state.json": {"bytes": 812, "sha256": "9f…"},
                                     "model0/rank-00000.safetensors": {"bytes": 4096}},
                      "sha256": of everything before it}
 
-Tensor files have a checksum in the manifest beside them, and very large files of the trial's own
-are not read a second time: of both only the size is noted here.
+Only the size is recorded here for tensor files, whose checksums are in the manifest next to them,
+and for very large files of the trial's own, which would be too slow to read a second time.
 """
 
 from __future__ import annotations
@@ -30,38 +30,37 @@ from zero_trial.util.files import METADATA, TRIAL_STATE, sync_folder
 _MANIFEST = "manifest.json"
 
 SUMMED_BYTES = 1 << 26
-"""Larger files are known by their size alone: a second reading of them would cost seconds at every
-save."""
+"""For larger files, only the size is recorded: reading them a second time would cost seconds at
+every save."""
 
 _MANIFEST_START = b'{"sha256": "'  # how a manifest of the engine begins
 
 
 def _named_step(path: Path) -> int | None:
-    """Return the step that a checkpoint's folder is named after; None for anything else (temporary
-    folders among them).
+    """Return the step in the name of a checkpoint's folder; None for anything else (including
+    temporary folders).
 
-    A folder gets this name when it is complete. If it has no ``metadata.json``, it has lost it
-    since.
+    A folder gets this name when it is complete. If ``metadata.json`` is missing, it was lost later.
     """
     head, _, digits = path.name.partition("-")
     return int(digits) if head == "step" and digits.isdigit() and path.is_dir() else None
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """Return the step of a checkpoint that has its ``metadata.json``; None for anything else."""
+    """Return the step of a checkpoint that has a ``metadata.json``; None for anything else."""
     return _named_step(path) if (path / METADATA).is_file() else None
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Return whether a save has written this folder, even if files are missing since."""
+    """Return whether a save wrote this folder, even if files have since gone missing."""
     return path.is_dir() and ((path / METADATA).is_file() or (path / TRIAL_STATE).is_file() or bool(manifests(path)))
 
 
 def latest_checkpoint(folder: Path, apart_from: Collection[str] = ()) -> Path | None:
-    """Find the checkpoint with the highest step, damaged or not, without those of ``apart_from``
+    """Find the checkpoint with the highest step, damaged or not, except those in ``apart_from``
     (absolute paths).
 
-    There is no pointer file that could be torn.
+    There is no pointer file that could be torn by a crash.
     """
     if not folder.is_dir():
         return None
@@ -76,13 +75,13 @@ def starting_point(
     """Find the checkpoint to try first, its step, and the trial's id.
 
     Args:
-        run_dir: the run's folder, if its own latest checkpoint counts before the two others.
-        resume: a run's folder or a checkpoint whose trial goes on here.
+        run_dir: the run's folder, if its own latest checkpoint takes precedence.
+        resume: a run's folder or a checkpoint whose trial continues here.
         warm_start: the same, for a new trial that takes the weights.
-        apart_from: checkpoints (absolute paths) that are passed over.
+        apart_from: checkpoints (absolute paths) to skip.
 
     Raises ConfigError if ``resume`` or ``warm_start`` has no checkpoint, CheckpointError if all of
-    them are passed over.
+    them are skipped.
     """
     own = latest_checkpoint(RunFolder(run_dir).checkpoints, apart_from) if run_dir is not None else None
     named = resume or warm_start
@@ -97,8 +96,8 @@ def starting_point(
 def resumed_from(path: Path) -> dict[str, Any]:
     """Return a checkpoint, its step, and the id of its trial.
 
-    Of a damaged description the step in the folder's name is taken; ``find_fault`` says what is
-    wrong with it.
+    If the description is damaged, the step comes from the folder's name; ``find_fault`` reports the
+    damage.
     """
     described = read_json(path / METADATA)
     step = described.get("steps_completed")
@@ -123,8 +122,8 @@ def named_checkpoint(path: Path, apart_from: Collection[str] = ()) -> Path:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give ``temporary`` its final name; an older checkpoint of that name, damaged or not, is
-    replaced.
+    """Rename ``temporary`` to its final name, and replace an older checkpoint of that name, damaged
+    or not.
 
     The parent is flushed, so that the name survives a power failure. Raises CheckpointError if
     another file or folder has the name.
@@ -141,14 +140,14 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint, renamed first: a killed process leaves no half of it by its name."""
+    """Rename a checkpoint, then delete it: a killed process leaves no half of it under its name."""
     shutil.rmtree(path.rename(_other_name(path, "tmp")), ignore_errors=True)
 
 
 def sweep(folder: Path) -> None:
-    """Remove the temporary folders that a killed run left in its folder of checkpoints.
+    """Remove the temporary folders that a killed run left in its checkpoint folder.
 
-    A checkpoint that was about to be replaced gets its name back if the new one did not take it.
+    A checkpoint that was being replaced gets its name back if the new one did not get it.
     """
     for path in folder.glob("step-*.*-*") if folder.is_dir() else ():
         name, _, kind = path.name.partition(".")
@@ -159,7 +158,7 @@ def sweep(folder: Path) -> None:
 
 
 def _other_name(path: Path, kind: str) -> Path:
-    """Return a temporary name: ``tmp`` for written or deleted, ``old`` for replaced ones."""
+    """Return a temporary name: ``tmp`` for new or deleted folders, ``old`` for replaced ones."""
     return path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex[:8]}")
 
 
@@ -172,10 +171,10 @@ def add_checksums(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def find_fault(folder: Path) -> str | None:
-    """Describe what is wrong with a finished checkpoint, as far as its checksums tell; None if
+    """Describe what is wrong with a finished checkpoint, as far as its checksums show; None if
     nothing is.
 
-    Older versions wrote none: of their checkpoints nothing is known to be wrong.
+    Older versions wrote no checksums, so their checkpoints count as intact.
     """
     path = folder / METADATA
     try:
@@ -183,7 +182,7 @@ def find_fault(folder: Path) -> str | None:
     except FileNotFoundError:
         return f"{path}: the file is missing"
     except (OSError, ValueError, RecursionError) as error:
-        # RecursionError: a million opening brackets
+        # RecursionError: e.g. a million opening brackets
         return f"{path}: cannot be read ({type(error).__name__}: {error})"
     if not isinstance(document, dict) or "steps_completed" not in document:
         return f"{path}: not a checkpoint's metadata"
@@ -209,7 +208,7 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def manifests(folder: Path) -> list[Path]:
-    """List the manifests of the engines in a checkpoint, not a trial's file of that name."""
+    """List the engines' manifests in a checkpoint, without a trial's own files of that name."""
     return sorted(path for path in folder.rglob(_MANIFEST) if _is_manifest(path))
 
 

@@ -33,7 +33,7 @@ class RunStatus(Enum):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder. All file names in it are defined only here."""
+    """A run's folder. This class is the only place that defines its file names."""
 
     path: Path
 
@@ -70,7 +70,7 @@ class RunFolder:
 
     @property
     def summary(self) -> Path:
-        """The figures of a run that ended well."""
+        """The figures of a run that completed."""
         return self.path / "summary.json"
 
     @property
@@ -103,7 +103,7 @@ class RunFolder:
         return self.logs / f"rank-{rank}.log"
 
     def error_files(self) -> list[Path]:
-        """List the errors that ranks have left, in the order of the ranks."""
+        """List the errors that ranks have recorded, in rank order."""
         found = [path for path in self.errors.glob("rank-*.json") if path.stem.removeprefix("rank-").isdigit()]
         return sorted(found, key=lambda path: int(path.stem.removeprefix("rank-")))
 
@@ -112,11 +112,11 @@ class RunFolder:
         return any(path.exists() for path in (self.config_lock, self.events, self.metrics, self.logs, self.errors))
 
     def has_failed_ranks(self) -> bool:
-        """Return whether a rank has left an error other than a preemption."""
+        """Return whether a rank has recorded an error other than a preemption."""
         return any(read_json(path).get("exit_code") != Preempted.exit_code for path in self.error_files())
 
     def status(self) -> RunStatus:
-        """Return how the run in this folder ended, from its readable files."""
+        """Return how the run in this folder ended, according to its readable files."""
         if self.error_files():
             return RunStatus.FAILED if self.has_failed_ranks() else RunStatus.PREEMPTED
         if self.summary.is_file():
@@ -147,22 +147,22 @@ class ErrorRecord:
 
 
 def write_error(run_dir: Path, record: ErrorRecord) -> None:
-    """Write a rank's error unless it has left one: the first is the cause. Raises StorageError."""
+    """Write a rank's error unless it has one: the first is the cause. Raises StorageError."""
     path = RunFolder(run_dir).error(record.rank)
     if not path.exists():
         write_json(path, asdict(record))
 
 
 def read_errors(run_dir: Path) -> list[ErrorRecord]:
-    """Read the errors left so far, in the order of the ranks."""
+    """Read the errors recorded so far, in rank order."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in RunFolder(run_dir).error_files()]
     return [ErrorRecord(**{name: data[name] for name in asdict(ErrorRecord()) if name in data}) for data in found]
 
 
 def new_run_folder(root: Path) -> Path:
-    """Make the folder after the highest number in ``root``.
+    """Create the next folder after the highest number in ``root``.
 
-    Two commands at once get two folders: the second one tries the next number.
+    Two concurrent commands get different folders: the second one tries the next number.
     """
     advice = "Start in a writable folder, or pass --run-dir DIR."
     make_folder(root, "run", advice)
@@ -195,10 +195,10 @@ def given_run_folder(folder: Path) -> Path:
 
 
 def resumed_run_folder(path: Path) -> Path:
-    """Make a run's folder ready to go on: the records of its end are removed, its checkpoints,
-    metrics and logs stay.
+    """Prepare a run's folder to continue: remove the records of its end, and keep its checkpoints,
+    metrics and logs.
 
-    The summary is removed, too: a completed run that goes on and is killed must not read as
+    The summary is removed, too: a completed run that continues and is killed must not look
     completed. A run that ended before its first checkpoint starts again at its first step.
     """
     folder = RunFolder(path)
@@ -211,7 +211,7 @@ def resumed_run_folder(path: Path) -> Path:
 
 
 def make_folder(folder: Path, where: str, fix: str) -> None:
-    """Make a run's folder unless it exists. Raises ConfigError for ``where``."""
+    """Create a run's folder unless it exists. Raises ConfigError for ``where``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -231,13 +231,13 @@ def _refused(error: OSError, folder: Path, where: str, fix: str) -> ConfigError:
 
 @contextmanager
 def lock_run(path: Path) -> Iterator[None]:
-    """Keep every other process out of a run's folder until the block or this process ends.
+    """Lock every other process out of a run's folder until the block or this process ends.
 
     Two runs in one folder would destroy each other's checkpoints. The lock is the operating
-    system's (flock), so a process that is killed holds nothing; on NFS it holds between machines,
-    and that of a machine that is lost is free once its server gives it up. On a file system without
-    locks, and for a folder that does not exist, nothing is locked. Raises ConfigError if another
-    process has the lock, with its machine.
+    system's (flock), so a killed process holds nothing. On NFS it works between machines; the lock
+    of a lost machine is free once the server releases it. On a file system without locks, or if the
+    folder does not exist, nothing is locked. Raises ConfigError if another process has the lock,
+    and names its machine.
     """
     if not path.is_dir():
         yield

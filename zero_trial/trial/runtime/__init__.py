@@ -2,7 +2,7 @@
 to start it.
 
 python -m zero_trial.run model_def:MyTrial     in a run's folder, or as a task of a cluster
-entrypoint: model_def:MyTrial                  inside of Determined's harness
-zero_trial.init() and Trainer.fit()            inside of the user's own script, in a folder or as a
+entrypoint: model_def:MyTrial                  inside Determined's harness
+zero_trial.init() and Trainer.fit()            inside the user's own script, in a folder or as a
                                                task of a cluster
 """

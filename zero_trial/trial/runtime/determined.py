@@ -1,8 +1,8 @@
 """A Determined cluster as a platform: metrics, checkpoints, preemption and progress of one trial
 over a core.Context.
 
-The classes import nothing of Determined: they are given a context, and a test gives another one.
-The functions at the end are the only places that import it, and two have processes of their own:
+The classes import nothing from Determined: they receive a context, so a test can pass its own. Only
+the functions at the end import Determined, and two of them run in separate processes:
 
     python -m zero_trial.trial.runtime.determined upload        started by rank 0
     python -m zero_trial.trial.runtime.determined prepare ...   before a trial of the master starts
@@ -62,12 +62,11 @@ def _is_complete(folder: Path) -> bool:
 
 
 class UploadProcess:
-    """Uploads folders to object storage as a storage manager of Determined's does, in a process of
-    its own.
+    """Uploads folders to object storage like Determined's storage managers, in a separate process.
 
-    Not in a thread of rank 0: Determined's storage managers put Python's random state back after an
-    upload, and the clouds' libraries draw from it. Training draws from it at the same time, and
-    would see other numbers. ``storage``: the experiment's ``checkpoint_storage``.
+    Not in a thread of rank 0: Determined's storage managers restore Python's random state after an
+    upload, and cloud libraries draw from it. Training draws from it at the same time, and would get
+    other numbers. ``storage``: the experiment's ``checkpoint_storage``.
     """
 
     def __init__(self, storage: Mapping[str, Any]) -> None:
@@ -79,12 +78,12 @@ class UploadProcess:
     def upload(self, src: str | os.PathLike[str], dst: str, paths: Collection[str] | None = None) -> None:
         """Upload the folder ``src`` as ``dst``. Raises CheckpointError if the upload fails."""
         request = {"storage": self._storage, "src": os.fspath(src), "dst": dst, "paths": paths and sorted(paths)}
-        # a file and no pipe, whose end would be that of every process that was forked meanwhile
+        # a file, not a pipe: every process forked in the meantime would keep the pipe's end open
         with tempfile.TemporaryFile("w+") as answer:
             with self._start(answer) as process:
-                with suppress(BrokenPipeError):  # it has ended: see its exit code
+                with suppress(BrokenPipeError):  # it has exited: see its exit code
                     os.write(cast("IO[str]", process.stdin).fileno(), json.dumps(request).encode() + b"\n")
-                process.wait()  # keep stdin open: its end means that rank 0 has ended
+                process.wait()  # keep stdin open: EOF would mean that rank 0 has exited
             answer.seek(0)
             fault = answer.read()
         if process.returncode:
@@ -104,7 +103,7 @@ class UploadProcess:
             return self._process
 
     def give_up(self) -> None:
-        """Stop an upload in progress, and start no more."""
+        """Stop an upload in progress, and refuse to start another."""
         with self._lock:
             self._given_up = True
             if self._process is not None:
@@ -113,11 +112,11 @@ class UploadProcess:
 
 @dataclass(frozen=True)
 class DeterminedCheckpoints:
-    """Stores checkpoints in checkpoint_storage and registers them with the master by a uuid.
+    """Stores checkpoints in checkpoint_storage and registers them with the master under a UUID.
 
-    All ranks write into rank 0's folder: on a file system that the hosts share that is the
-    checkpoint itself, else it is a temporary folder that is uploaded afterwards, and then all ranks
-    must be on one host. ``storage``: the experiment's ``checkpoint_storage``.
+    All ranks write into rank 0's folder. On a file system that the hosts share, that folder is the
+    checkpoint itself. Otherwise it is temporary and uploaded afterward, so all ranks must be on one
+    host. ``storage``: the experiment's ``checkpoint_storage``.
     """
 
     core: Any
@@ -125,8 +124,8 @@ class DeterminedCheckpoints:
     storage: Mapping[str, Any] = field(default_factory=dict)
 
     def begin(self, metadata: Mapping[str, Any]) -> OpenCheckpoint:
-        """Collective. Open core's block on rank 0 alone; the commit is its end, which uploads and
-        reports. It exchanges nothing with other ranks, so that a thread may do it."""
+        """Collective. Enter core's context manager on rank 0 only. The commit exits it, which
+        uploads and reports without communication between ranks, so a thread can run it."""
         block, process = ExitStack(), UploadProcess(self.storage)
         manager: Any = getattr(self.core.checkpoint, "_storage_manager", None)
         temporary = manager is not None and not manager.store_path_is_direct_access()
@@ -145,7 +144,7 @@ class DeterminedCheckpoints:
             try:
                 block.close()
             except BaseException:
-                # core removes nothing, and the master may know complete checkpoints
+                # core deletes nothing, and the master may have registered complete checkpoints
                 if temporary or not _is_complete(Path(path)):
                     remove_folder(Path(path))
                 raise
@@ -163,7 +162,7 @@ class DeterminedCheckpoints:
         restoring = self.core.checkpoint.restore_path(storage_id)
         try:
             path = restoring.__enter__()
-        except Exception as error:  # of every storage library that there is
+        except Exception as error:  # from any storage library
             raise CheckpointError(
                 f"could not fetch the checkpoint ({type(error).__name__}: {error})",
                 where=f"rank {self.distributed.rank}, {storage_id}",
@@ -180,10 +179,10 @@ class DeterminedCheckpoints:
 
 @dataclass
 class TensorboardSync:
-    """Copies TensorBoard files to the storage, and the last ones for certain.
+    """Copies TensorBoard files to the storage, and makes sure that the last ones are copied.
 
-    The ranks of a host share a folder, so the first of each host copies it: rank 0 everything,
-    other hosts' their traces.
+    The ranks of a host share a folder, so the first rank of each host copies it: rank 0 copies
+    everything, the first ranks of other hosts copy their traces.
     """
 
     core: Any
@@ -241,9 +240,9 @@ class DeterminedPlatform(TrialFacts):
         return DeterminedCheckpoints(self.core, self.distributed, self.experiment.get("checkpoint_storage") or {})
 
     def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        """Report to the master. A thread of core's ships it; the next report raises what it could
-        not ship. Learning rate, gradient norm, and throughput go into the group ENGINE_GROUP: the
-        training group holds the trial's own metrics only."""
+        """Report to the master. A thread of core sends the metrics; if that fails, the next report
+        raises. Learning rate, gradient norm, and throughput go into the group ENGINE_GROUP: the
+        training group contains only the trial's own metrics."""
         self.core.train.report_training_metrics(steps_completed, spell_nonfinite(metrics))
         if self._progress:
             self.core.train.report_metrics(ENGINE_GROUP, steps_completed, spell_nonfinite(self._progress))
@@ -255,7 +254,7 @@ class DeterminedPlatform(TrialFacts):
         self.core.train.report_progress(min(max(fraction, 0.0), 1.0))
 
     def emit(self, event: Mapping[str, Any]) -> None:
-        """Print the event into the task's log, without paths, which mean nothing outside of it."""
+        """Print the event to the task's log, without paths, which mean nothing outside the task."""
         if event.get("kind") == "train":
             self._progress.clear()
             self._progress.update((name, event[name]) for name in PROGRESS if name in event)
@@ -265,15 +264,15 @@ class DeterminedPlatform(TrialFacts):
         return bool(self.distributed.broadcast(self.distributed.rank == 0 and self.core.preempt.should_preempt()))
 
     def resumed_at(self, checkpoint: str, step: int) -> DeterminedPlatform:
-        """Return the same trial, going on from a checkpoint of its own."""
+        """Return the same trial, continuing from one of its own checkpoints."""
         return replace(self, latest_checkpoint=checkpoint, steps_completed=step)
 
     def started_from(self, named: str | Path, note: Callable[[str], None]) -> DeterminedPlatform:
-        """Return the same trial, starting from another checkpoint of the cluster's, by its uuid."""
+        """Return the same trial, starting from another checkpoint of the cluster, given by UUID."""
         return replace(self, latest_checkpoint=str(named))
 
     def best_validation(self) -> float | None:
-        """Return the best value over the whole experiment, as the master knows it."""
+        """Return the best value in the whole experiment, according to the master."""
         best = self.core.train.get_experiment_best_validation()
         return None if best is None else float(best)
 
@@ -285,17 +284,17 @@ class DeterminedPlatform(TrialFacts):
         return True
 
     def keep(self, figures: Mapping[str, Any]) -> None:
-        """Write figures of the whole trial into its metadata, under ``zero_trial``, beside the
-        user's own; rank 0 only. Of measured memory the largest of all its runs is kept.
+        """Write the whole trial's figures into its metadata, under ``zero_trial``, next to the
+        user's; rank 0 only. Of measured memory, keep the maximum over its runs.
 
-        The figures are informative, so a master that does not take them does not end the trial; the
-        log says it.
+        The figures are only informative: if the master rejects them, a line is logged and the trial
+        continues.
         """
         try:
             kept = self.core.train.get_metadata() or {}
             joined = join_memory(figures, [kept.get("zero_trial") or {}])
             self.core.train.set_metadata({**kept, "zero_trial": spell_nonfinite(joined)})
-        except Exception as error:  # of every HTTP library that there is
+        except Exception as error:  # from any HTTP library
             self.emit(
                 {"kind": "note", "message": f"the master did not store metadata ({type(error).__name__}: {error})"}
             )
@@ -332,7 +331,7 @@ def trial_facts() -> TrialFacts | None:
 
 
 def require_facts() -> TrialFacts:
-    """Return ``trial_facts``. Raises ConfigError that names what is missing."""
+    """Return ``trial_facts``. Raises ConfigError that names the missing part."""
     if not installed():
         raise ConfigError(
             "Determined is not installed in this image",
@@ -354,10 +353,10 @@ def open_platform(
     launched: bool,
     core_context: Any = None,
 ) -> Iterator[DeterminedPlatform]:
-    """Collective. Open this trial's platform, with a core.Context of its own unless one is given,
-    which stays open then.
+    """Collective. Open this trial's platform, with its own core.Context unless one is given. A
+    given context stays open afterward.
 
-    ``launched``: a launch layer has set the rank variables, so that there may be several ranks.
+    ``launched``: a launch layer has set the rank variables, so there may be several ranks.
     """
     from determined.tensorboard.util import get_rank_aware_path
 
@@ -408,7 +407,7 @@ def invalid_hp_class() -> type[BaseException] | None:
 
 
 def harness_bases() -> tuple[type, type]:
-    """Return the harness's bases of trials and controllers."""
+    """Return the harness's base classes of trials and controllers."""
     import determined
 
     return determined.LegacyTrial, determined.TrialController
@@ -423,7 +422,7 @@ def upload() -> int:
     try:
         manager = storage.build(request["storage"], container_path=None)
         manager.upload(request["src"], request["dst"], request["paths"] and set(request["paths"]))
-    except Exception as error:  # of every storage library that there is
+    except Exception as error:  # from any storage library
         sys.stdout.write(f"{type(error).__name__}: {error}")
         return 1
     return 0
@@ -441,13 +440,13 @@ _PAUSE_SECONDS = 1.0
 
 def prepare() -> None:
     """Prepare a trial under the embedded master, with the options of
-    ``determined.exec.prep_container``. Raises what that raises, once half an hour is over if the
-    master cannot be reached.
+    ``determined.exec.prep_container``. Raises its error; if the master is unreachable, only after
+    half an hour.
 
-    Determined's own preparation gives up after about a minute without a master, and at once if the
-    connection breaks during some of its requests. A trial that trains asks for half an hour. So
-    that a trial survives a restart of the master at any moment, its preparation is repeated for as
-    long.
+    Determined's own preparation gives up after about a minute without a master, and immediately if
+    the connection breaks during some of its requests. A running trial retries for half an hour. The
+    preparation is repeated for the same time, so that a trial survives a restart of the master at
+    any moment.
     """
     from determined.common.api.errors import BadRequestException, MasterNotFoundException
 

@@ -36,8 +36,8 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class LocalCheckpoints:
-    """Stores checkpoints as ``checkpoints/step-000200/``. Rank 0 renames them from a temporary name
-    once they are complete. With several hosts the folder must be one that they share."""
+    """Stores checkpoints as ``checkpoints/step-000200/``. Rank 0 renames each from a temporary name
+    once it is complete. With several hosts, the folder must be shared."""
 
     folder: Path
     distributed: Distributed
@@ -59,7 +59,7 @@ class LocalCheckpoints:
         return name
 
     def _finish(self, temporary: Path, name: str, metadata: Mapping[str, Any]) -> None:
-        """Describe and name it; if that fails remove it, since it may have filled the disk."""
+        """Describe and rename it. If that fails, remove it, since it may have filled the disk."""
         try:
             write_json(temporary / METADATA, add_checksums(metadata, temporary))
             publish(temporary, self.folder / name)
@@ -84,10 +84,10 @@ class LocalCheckpoints:
 
 @dataclass(frozen=True)
 class LocalPlatform:
-    """One rank's view of a run in a folder. ``distributed`` is injected; alone by default.
+    """One rank's view of a run in a folder. ``distributed`` is injected; a single rank by default.
 
-    ``asked``: whether a signal asked this rank to stop. ``show``: sees every event as it is written
-        (rank 0).
+    ``asked``: whether a signal asked this rank to stop. ``show``: receives every event as it is
+        written (rank 0).
     """
 
     run_dir: Path
@@ -125,7 +125,7 @@ class LocalPlatform:
         append_line(self.folder.metrics, {"group": group, "step": step, "time": time.time(), "metrics": dict(metrics)})
 
     def report_progress(self, fraction: float) -> None:
-        """Do nothing: the events have the steps."""
+        """Do nothing: the events contain the steps."""
 
     def emit(self, event: Mapping[str, Any]) -> None:
         append_line(self.folder.events, {"time": time.time(), **event})
@@ -133,16 +133,16 @@ class LocalPlatform:
             self.show(event)
 
     def should_preempt(self) -> bool:
-        """Collective. Stop when the file ``preempt`` appears, or a signal has asked a rank."""
+        """Collective. Return whether the file ``preempt`` exists or any rank got a stop signal."""
         mine = self.asked() or (self.distributed.rank == 0 and self.folder.preempt.exists())
         return any(self.distributed.allgather(mine))
 
     def tidy(self) -> None:
-        """Remove what a run that was killed here left beyond the step where this one goes on; rank
-        0 only, before training.
+        """Remove what a run that was killed left after the step where this run continues; rank 0
+        only, before training.
 
-        Then no step is reported twice, and the summary of an earlier end does not stand for this
-        one.
+        Then no step is reported twice, and the summary of an earlier end is not taken for this
+        run's.
         """
         self.folder.summary.unlink(missing_ok=True)
         sweep(self.folder.checkpoints)
@@ -150,7 +150,7 @@ class LocalPlatform:
         keep_lines(self.folder.metrics, lambda line: is_finite(line.get("step")) and line["step"] <= known)
 
     def resumed_at(self, checkpoint: str, step: int) -> LocalPlatform:
-        """Return the same run, going on from a checkpoint of its own."""
+        """Return the same run, continuing from one of its own checkpoints."""
         return replace(self, latest_checkpoint=checkpoint, steps_completed=step)
 
     def started_from(self, named: str | Path, note: Note) -> LocalPlatform:
@@ -164,7 +164,7 @@ class LocalPlatform:
         return best_reported(reported, self.experiment)
 
     def sync_tensorboard(self) -> None:
-        """Do nothing: the files are in their final place."""
+        """Do nothing: the files are already in their final place."""
 
     def profile_system(self) -> bool:
         return False
@@ -193,12 +193,12 @@ def agree_on_start(
     """Collective. Return the newest intact checkpoint where a run starts, its step and its trial's
     id (see ``starting_point``).
 
-    A checkpoint may have been damaged since it was written. Then the one before it is taken, with a
-    note on rank 0. All files are read for that, each by one rank; the engine's load checks once
-    more what it reads.
+    If a checkpoint was damaged after it was written, the one before it is used, and rank 0 logs a
+    note. All files are read for this check, each by one rank; the engine verifies again what it
+    loads.
 
-    Raises CheckpointError on every rank where there are checkpoints and all are damaged: the user
-    did not mean to start afresh then.
+    Raises CheckpointError on every rank if there are checkpoints but all are damaged: the user did
+    not intend to start from scratch.
     """
     damaged: dict[str, str] = {}
     while True:
@@ -233,8 +233,8 @@ def _propose(
 
 
 def verify_checkpoint(folder: Path, index: int, count: int) -> str | None:
-    """Return what is wrong with a finished checkpoint; None if nothing. Of ``count`` ranks each
-    reads its share of the tensor files; rank 0 also compares all other files."""
+    """Return what is wrong with a finished checkpoint; None if nothing. Each of ``count`` ranks
+    reads its share of the tensor files; rank 0 also checks all other files."""
     if index == 0 and (fault := find_fault(folder)) is not None:
         return fault
     try:
@@ -242,6 +242,6 @@ def verify_checkpoint(folder: Path, index: int, count: int) -> str | None:
             CheckpointReader(manifest.parent).verify(index, count, load_follows=True)
     except CheckpointError as error:
         return str(error)
-    except OSError as error:  # perhaps only on this rank: the others wait for its result
+    except OSError as error:  # maybe only on this rank: the others wait for its result
         return f"rank {index} cannot read {folder} ({error.strerror or error})"
     return None

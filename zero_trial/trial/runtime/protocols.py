@@ -22,7 +22,7 @@ AllGather = Callable[[Any], list[Any]]
 
 
 def alone(value: Any) -> list[Any]:
-    """Return the values of a world of one rank, passed through JSON as with several ranks."""
+    """Return the values in a world of one rank, after a JSON round trip as with several ranks."""
     return [json.loads(json.dumps(value))]
 
 
@@ -67,17 +67,17 @@ class Distributed:
 
 
 TURN_SECONDS = 1.0
-"""How long rank 0 waits for a commit between two exchanges: none takes as long as an upload."""
+"""How long rank 0 waits for a commit between two exchanges; no exchange waits for an upload."""
 
 
 @dataclass
 class OpenCheckpoint:
-    """A checkpoint under way: a folder that all ranks write into.
+    """A checkpoint in progress: a folder that all ranks write into.
 
     Attributes:
-        commit: makes it a checkpoint, or raises; called once, on rank 0, in a thread.
+        commit: completes the checkpoint, or raises; called once, on rank 0, in a thread.
         remove: removes it; called on rank 0 instead of ``commit``.
-        interrupt: lets a ``commit`` under way end soon; called on rank 0.
+        interrupt: makes a running ``commit`` end early; called on rank 0.
         uploads: ``commit`` may take long.
     """
 
@@ -94,7 +94,7 @@ class OpenCheckpoint:
     _error: BaseException | None = None
 
     def begin_commit(self) -> None:
-        """Collective. Begin to make it a checkpoint, now that every rank has written its part."""
+        """Collective. Start the commit, now that every rank has written its part."""
         self.distributed.barrier()
         self.committing = True
         if self.distributed.rank == 0:
@@ -104,14 +104,14 @@ class OpenCheckpoint:
     def _run(self) -> None:
         try:
             self.commit()
-        except BaseException as error:  # raised by all ranks when they ask
+        except BaseException as error:  # raised on all ranks by their next poll
             self._error = error
         finally:
             self._ended.set()
 
     def committed(self, *, wait: bool) -> bool:
-        """Collective. Return whether it is a checkpoint now; ``wait``: for that. Raises
-        CheckpointError on every rank where it cannot become one."""
+        """Collective. Return whether the checkpoint is complete; ``wait``: block until it is.
+        Raises CheckpointError on every rank if it failed."""
         while True:
             state = None
             if self.distributed.rank == 0 and self._ended.wait(TURN_SECONDS if wait else 0):
@@ -137,7 +137,7 @@ def on_rank_0(distributed: Distributed, act: Callable[[], Any]) -> Any:
     if distributed.rank == 0:
         try:
             outcome = {"value": act()}
-        except Exception as error:  # the other ranks wait for it
+        except Exception as error:  # the other ranks wait for the result
             outcome, cause = {"fault": fault_text(error)}, error
     outcome = distributed.broadcast(outcome)
     if "fault" in outcome:
@@ -157,13 +157,13 @@ def fault_text(error: BaseException, where: str | None = None) -> str:
 
 
 class CheckpointStore(Protocol):
-    """Stores checkpoints: folders with a storage id, each there completely or not at all."""
+    """Stores checkpoints: folders with a storage id, each either complete or absent."""
 
     def begin(self, metadata: Mapping[str, Any]) -> OpenCheckpoint:
-        """Collective. Open a folder to write into, which becomes a checkpoint when it is committed.
-        If rank 0 cannot create it, every rank raises CheckpointError.
+        """Collective. Open a folder to write into; committing it makes it a checkpoint. If rank 0
+        cannot create it, every rank raises CheckpointError.
 
-        ``metadata`` holds ``steps_completed`` and whatever else describes the checkpoint
+        ``metadata`` contains ``steps_completed`` and whatever else describes the checkpoint
         (JSON-able).
         """
 
@@ -171,15 +171,15 @@ class CheckpointStore(Protocol):
         """Collective. Yield the folder of a checkpoint. Raises CheckpointError without one."""
 
     def retain(self, storage_ids: Sequence[str]) -> None:
-        """Delete, if that is up to this platform, every checkpoint of this trial that is not named;
-        rank 0 only.
+        """Delete every checkpoint of this trial that is not named, if this platform is responsible
+        for deletion; rank 0 only.
 
         Does nothing if the cluster deletes checkpoints.
         """
 
 
 class Platform(Protocol):
-    """Everything around one trial, on one rank."""
+    """Everything around a trial, as seen by one rank."""
 
     @property
     def distributed(self) -> Distributed: ...
@@ -203,7 +203,7 @@ class Platform(Protocol):
 
     @property
     def trial_id(self) -> str:
-        """Return the trial's name. A checkpoint of another trial gives its weights only."""
+        """Return the trial's name. Only the weights of another trial's checkpoint are used."""
 
     @property
     def experiment_id(self) -> str: ...
@@ -214,16 +214,16 @@ class Platform(Protocol):
 
     @property
     def steps_completed(self) -> int:
-        """The step of ``latest_checkpoint``, as far as the platform knows; 0 without one."""
+        """The step of ``latest_checkpoint``, if the platform knows it; 0 without one."""
 
     @property
     def tensorboard_path(self) -> Path | None: ...
 
     def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        """Report numbers; rank 0 only."""
+        """Report training metrics; rank 0 only."""
 
     def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        """Report numbers; rank 0 only."""
+        """Report validation metrics; rank 0 only."""
 
     def report_progress(self, fraction: float) -> None:
         """Report the ``fraction`` of the run that is done, 0 to 1, to a searcher; rank 0 only."""
@@ -232,17 +232,17 @@ class Platform(Protocol):
         """Emit one live event (``kind``, ``step``, ``loss`` ...); rank 0 only."""
 
     def should_preempt(self) -> bool:
-        """Collective. Ask on rank 0 whether this trial is to stop, save, and be resumed later;
+        """Collective. Ask on rank 0 whether this trial must stop, save, and be resumed later;
         return the same answer on every rank."""
 
     def best_validation(self) -> float | None:
-        """Return the best value of the searcher's metric that was reported so far; rank 0 only."""
+        """Return the best value of the searcher's metric reported so far; rank 0 only."""
 
     def sync_tensorboard(self) -> None:
-        """Copy TensorBoard files that are also stored elsewhere; called on each rank."""
+        """Copy TensorBoard files that are stored elsewhere too; called on each rank."""
 
     def profile_system(self) -> bool:
-        """Measure this host from now on, on each rank; return False if that is not done here."""
+        """Start measuring this host's load, on each rank; return False if this is not supported."""
 
     def report_early_exit(self, reason: str) -> None:
-        """Report, from any rank but once, why the trial ends early (``INVALID_HP``)."""
+        """Report why the trial ends early (``INVALID_HP``); from any rank, but only once."""

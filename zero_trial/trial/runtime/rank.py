@@ -1,4 +1,4 @@
-"""One rank of a trial: its ranks, device, context, training, figures and log."""
+"""One rank of a trial: its communicator, device, context, training, figures and log."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Context = TypeVar("Context", bound=ZeroTrialContext)
 class RankState:
     """The state of a rank so far; errors are recorded with it.
 
-    ``folder``: the run's, None on a cluster. ``watch``: rank 0 watches the memory of its engine.
+    ``folder``: the run's; None on a cluster. ``watch``: rank 0's watch on its engine's memory.
     """
 
     env: RankEnv = RankEnv()  # noqa: RUF009 - frozen
@@ -68,9 +68,9 @@ class Trained:
 
 
 def rank_world(env: RankEnv) -> Distributed:
-    """Return the trial's ranks, over the mesh's communicator.
+    """Return the trial's ranks, which communicate through the mesh.
 
-    Its groups are those that the engines use; its traffic is not counted with theirs.
+    Its groups are those of the engines; its traffic is not included in theirs.
     """
     if env.world_size == 1:
         return Distributed()
@@ -79,7 +79,7 @@ def rank_world(env: RankEnv) -> Distributed:
 
 
 def load_trial_class(name: Entrypoint, model_dir: Path) -> type[ZeroTrial]:
-    """Import the user's class. Raises ConfigError, with the trials that there are."""
+    """Import the user's class. Raises ConfigError that lists the available trials."""
     check_entrypoint(name, model_dir, where="entrypoint")
     with _refuse_sys_exit(
         f"the import of {name.module} ended the process",
@@ -94,16 +94,16 @@ def open_context(
     engine_factory: EngineFactory,
     make: Callable[[Platform, EngineFactory, torch.device], Context],
 ) -> Context:
-    """Seed everything, and create the context of the trial that is built next."""
-    # The interpreter ends without a search for garbage, since the memory is freed anyway. There
-    # are 300 000 objects to look at: a second in every trial of a search, four fifths of the time
-    # between a rank's last line and its exit.
+    """Seed all generators, and create the context of the trial that is built next."""
+    # Skip the garbage collection at exit, since the memory is freed anyway. It would scan 300 000
+    # objects, which takes a second in every trial of a search: four fifths of the time between a
+    # rank's last line and its exit.
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)
     env = state.env
     watch: MemoryWatch | None = None
     if env.rank == 0:
-        from zero_trial.planning import memory_watch  # and the planner with it
+        from zero_trial.planning import memory_watch  # also imports the planner
 
         watch = memory_watch.MemoryWatch(platform.emit, env.local_world_size)
         engine_factory = watch.around(engine_factory)
@@ -114,7 +114,7 @@ def open_context(
 
 
 def train(make: TrialFactory, platform: Platform, state: RankState, engine_factory: EngineFactory) -> Trained:
-    """Collective. Build the context and the trial, and train as the experiment says."""
+    """Collective. Build the context and the trial, and train as the experiment specifies."""
     context = open_context(platform, state, engine_factory, ZeroTrialContext)
     with _refuse_sys_exit(
         "the trial's code called exit()",
@@ -127,8 +127,8 @@ def train(make: TrialFactory, platform: Platform, state: RankState, engine_facto
 
 @contextmanager
 def _refuse_sys_exit(what: str, fix: str) -> Iterator[None]:
-    """Raise TrialError where the trial's code calls ``sys.exit``: its rank would leave no error,
-    and the others would wait for it."""
+    """Raise TrialError if the trial's code calls ``sys.exit``: otherwise its rank would record no
+    error, and the other ranks would wait for it."""
     try:
         yield
     except SystemExit as ending:
@@ -136,9 +136,9 @@ def _refuse_sys_exit(what: str, fix: str) -> Iterator[None]:
 
 
 def explained(error: BaseException, state: RankState) -> BaseException:
-    """Return the error of this package that ``error`` is known as, or itself. If memory ran out,
-    write next to the rank's error a table of what its engines hold, and torch's snapshot of an
-    accelerator's memory, and name both files."""
+    """Convert ``error`` to an error of this package, or return it unchanged. If memory ran out,
+    write a table of what the engines hold, and torch's snapshot of an accelerator's memory, next to
+    the rank's error, and name both files."""
     known = known_fault(error) or error
     context, cause = state.context, known.__cause__
     if not isinstance(known, DoesNotFit) or cause is None or state.folder is None or context is None:
@@ -161,12 +161,12 @@ def explained(error: BaseException, state: RankState) -> BaseException:
 
 
 def report_error(error: BaseException, *, script: bool) -> BaseException:
-    """Print what ends this rank, leave it where the launcher looks for it, and return what to raise
-    then.
+    """Print the error that ends this rank, write it where the launcher looks for it, and return the
+    exception to raise.
 
-    That is SystemExit with the error's exit code. For a ``script``, an error that is not this
-    package's is neither printed nor changed: the script may catch it, and Python prints it
-    otherwise.
+    That is SystemExit with the error's exit code. In a ``script``, an error that does not belong to
+    this package is neither printed nor changed: the script may catch it, and otherwise Python
+    prints it.
     """
     known = known_fault(error) or error
     if script and not isinstance(known, ZeroTrialError):
@@ -177,14 +177,14 @@ def report_error(error: BaseException, *, script: bool) -> BaseException:
 
 
 def print_error(error: BaseException) -> None:
-    """Print an error into the log: its message, and the traceback of one that is not this
-    package's, or of the user's own behind a TrialError.
+    """Log an error: its message, and the traceback if the error does not belong to this package, or
+    the traceback of the user's error behind a TrialError.
 
-    The message begins with ``error   ``, so that it can be found among what launchers print after
-    it. A run that was asked to stop, and has saved, is not an error.
+    The message starts with ``error   ``, so that it can be found in the output that launchers print
+    after it. A run that was asked to stop, and has saved, is not an error.
     """
     text = error_text(error)
-    write_error_file(text, printed=True)  # first, so that a printed error is certainly in the file
+    write_error_file(text, printed=True)  # first: an error that was printed must be in the file
     first, *rest = text.splitlines()
     label = "stopped" if isinstance(error, Preempted) else "error  "
     lines = [f"{label} {first.removeprefix('stopped ')}", *(f"        {line}" for line in rest)]
@@ -197,9 +197,9 @@ def print_error(error: BaseException) -> None:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the message of an error of this package; of any other the last line of its traceback.
+    """Return the message of an error of this package, or any other error's last traceback line.
 
-    Errors that arose in the trial's code name the line of that code.
+    For errors raised in the trial's code, add the line of that code.
     """
     if isinstance(error, ZeroTrialError):
         text = str(error) or type(error).__name__
@@ -208,12 +208,12 @@ def error_text(error: BaseException) -> str:
 
 
 def write_error_file(text: str, *, printed: bool, path: str | None = None, now: float | None = None) -> None:
-    """Write the error into the file in which torch.distributed.run looks for it, once per rank: the
-    first one is the cause.
+    """Write the error into the file that torch.distributed.run reads, once per rank: the first
+    error is the cause.
 
-    The form is that of torch's ``@record`` (torch.distributed.elastic.multiprocessing.errors).
-    Without it the launcher reports that there is no traceback, whatever the rank has printed. Does
-    nothing without a launcher, or where the file cannot be written: the log has the error.
+    The format is that of torch's ``@record`` (torch.distributed.elastic.multiprocessing.errors).
+    Without this file, the launcher reports that there is no traceback, even if the rank printed
+    one. Does nothing without a launcher, or if the file cannot be written: the log has the error.
     ``printed``: whether the log has it too.
     """
     place = launcher_error_file() if path is None else path
@@ -244,7 +244,7 @@ def peak_memory(device: torch.device) -> int:
     if is_accelerator(device):
         return int(torch_module(device).max_memory_allocated(device))
     status = Path("/proc/self/status")
-    if status.is_file():  # ru_maxrss can be that of the parent, from before exec
+    if status.is_file():  # ru_maxrss may include the parent's, from before exec
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -252,9 +252,9 @@ def peak_memory(device: torch.device) -> int:
 
 
 class EventLog:
-    """Prints a trial's events as lines if no launcher follows them.
+    """Prints a trial's events as lines if no launcher displays them.
 
-    ``live``: one moving line for the steps; None decides by whether ``stream`` is a terminal.
+    ``live``: update one line in place for the steps; None: only if ``stream`` is a terminal.
     """
 
     def __init__(self, stream: TextIO | None = None, live: bool | None = False) -> None:
@@ -276,6 +276,6 @@ class EventLog:
 
 
 def done_event(outcome: Outcome, figures: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the last event of a trial, with its figures if no file has them."""
+    """Return a trial's last event, including its figures if they are in no file."""
     event = {"kind": "done", "step": outcome.step, "total_steps": outcome.total_steps, "end": outcome.end.value}
     return {**event, "checkpoint": outcome.checkpoint, **({"figures": dict(figures)} if figures else {})}

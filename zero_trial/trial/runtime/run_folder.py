@@ -1,10 +1,10 @@
-"""One rank of a run in a folder of this machine: where it starts, how it is asked to stop, and what
-it leaves.
+"""One rank of a run in a folder on this machine: where it starts, how it is asked to stop, and
+which records it leaves.
 
     with rank_of_folder(state) as stop, open_folder(run, state, stop) as platform: ...
 
 The outer block ends the process: an error becomes an exit code, a message where the launcher looks
-for it, and a record in the folder. A run that was asked to stop and has saved ends with 75. The
+for it, and a record in the folder. A run that was asked to stop and has saved exits with 75. The
 inner block joins the ranks and opens the platform.
 """
 
@@ -59,9 +59,9 @@ class LocalRun:
     """Describes a run in a folder.
 
     Attributes:
-        folder: absolute; a checkpoint in it is continued.
-        model_dir: where the trial's code is, and where relative paths begin.
-        resume: another run's folder, or a checkpoint, whose trial goes on here.
+        folder: absolute; the run continues from a checkpoint in it.
+        model_dir: where the trial's code is, and the base of relative paths.
+        resume: another run's folder, or a checkpoint, whose trial continues here.
         warm_start: the same, for a new trial that takes only the weights.
     """
 
@@ -91,8 +91,8 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Count SIGTERM as a request to stop, however often it comes: a scheduler may send it to
-        every process, and a launcher pass it on.
+        """Treat every SIGTERM as one request to stop: a scheduler may send it to every process, and
+        a launcher may forward it.
 
         Only the main thread can listen.
         """
@@ -118,9 +118,9 @@ class StopRequest:
 def rank_of_folder(state: RankState, *, script: bool = False) -> Iterator[StopRequest]:
     """Run one rank of a run in a folder, from its first line to its last.
 
-    SIGTERM asks it to save and stop. An error of the block is recorded in the folder, once
-    ``state`` knows it, and ends the process. ``script``: errors that are not this package's are
-    raised as they are.
+    SIGTERM asks the rank to save and stop. An error in the block is recorded in the folder, once
+    ``state`` knows it, and ends the process. ``script``: errors that do not belong to this package
+    are raised unchanged.
     """
     stop = StopRequest(lambda: state.folder is not None and RunFolder(state.folder).has_failed_ranks())
     try:
@@ -146,10 +146,10 @@ def rank_of_folder(state: RankState, *, script: bool = False) -> Iterator[StopRe
 def open_folder(
     run: LocalRun, state: RankState, stop: StopRequest, *, show: EventLog | None = None
 ) -> Iterator[LocalPlatform]:
-    """Collective. Open the platform of a run in its folder, on ranks that have joined, at the
-    checkpoint where the run starts.
+    """Collective. Open the platform of a run in its folder, at the checkpoint where the run starts.
+    The ranks must have joined.
 
-    Raises CheckpointError on every rank where there are checkpoints and all of them are damaged.
+    Raises CheckpointError on every rank if there are checkpoints but all of them are damaged.
     """
     state.folder = run.folder
     forget_errors(state)
@@ -196,7 +196,7 @@ def lock_run_together(folder: Path, ranks: Distributed) -> Iterator[None]:
 
 
 def forget_errors(state: RankState) -> None:
-    """Remove this rank's earlier error; on rank 0 also those of ranks that no longer exist."""
+    """Remove this rank's earlier error, and on rank 0 those of ranks that no longer exist."""
     if state.folder is None:
         return
     env = state.env
@@ -207,7 +207,7 @@ def forget_errors(state: RankState) -> None:
 
 
 def record_provenance(run: LocalPlatform, device: torch.device) -> None:
-    """Note this start in the run's provenance: rank 0, before training."""
+    """Record this start in the run's provenance, on rank 0, before training."""
     facts = {
         "step": run.steps_completed,
         "seed": run.seed,
@@ -223,16 +223,16 @@ def record_provenance(run: LocalPlatform, device: torch.device) -> None:
 
 
 def _print_config_report(folder: RunFolder) -> None:
-    """Print into this rank's log which ds_config values are defaults and which have no effect."""
+    """Log, on this rank, which ds_config values are defaults and which have no effect."""
     if folder.resolved_config.is_file():
         entries = entries_of(json.loads(folder.resolved_config.read_text(encoding="utf-8")))
         sys.stdout.write(short_report(entries) + "\n")
 
 
 def finish_folder(trained: Trained, platform: LocalPlatform, repeat: str) -> None:
-    """Collective. Write the figures of a run that has ended well into its folder.
+    """Collective. Write the figures of a run that completed into its folder.
 
-    ``repeat``: the command that summary.json names as the one to repeat the run.
+    ``repeat``: the command in summary.json that repeats the run.
     """
     figures = figures_of(trained)
     if platform.distributed.rank == 0:
@@ -245,8 +245,8 @@ def finish_folder(trained: Trained, platform: LocalPlatform, repeat: str) -> Non
 
 
 def raise_if_preempted(outcome: Outcome, fix: str | None = None) -> None:
-    """Raise Preempted for a run that was asked to stop, so that it is known as resumable. ``fix``
-    says how it goes on, where no launcher does."""
+    """Raise Preempted for a run that was asked to stop, which marks it as resumable. ``fix`` says
+    how to continue it if no launcher does."""
     if outcome.end is End.PREEMPTED:
         raise Preempted(
             f"stopped at step {outcome.step} of {outcome.total_steps} and saved {outcome.checkpoint}",

@@ -5,8 +5,8 @@ A task ends with exit code 0 if its trial was trained, or preempted and saved, o
 hyperparameters cannot be trained, which is reported to the master. Any other code is a crash, after
 which the master starts the trial again, up to max_restarts times.
 
-An entrypoint ``model_def:MyTrial`` runs inside of Determined's own harness, which asks for classes
-of its own; :func:`install` gives them:
+An entrypoint ``model_def:MyTrial`` runs inside Determined's own harness, which expects its own
+classes; :func:`install` provides them:
 
 harness                                     here
 issubclass(MyTrial, det.LegacyTrial)        ZeroTrial is registered as a virtual subclass
@@ -51,17 +51,17 @@ _Train = Callable[[Callable[[DeterminedPlatform], TrialFactory], Any], None]
 
 @contextmanager
 def open_task(state: RankState, core_context: Any = None, *, script: bool = False) -> Iterator[DeterminedPlatform]:
-    """Collective. Join the ranks and open the trial's platform, from this rank's first line to its
-    last.
+    """Collective. Join the ranks and keep the trial's platform open, from this rank's first line to
+    its last.
 
-    An error of the block is printed at once, then the platform closes (it may still have
-    TensorBoard files to copy), then the process ends with the error's exit code. Hyperparameters
-    that cannot be trained are reported to the master, once, and end every rank with exit code 0.
+    An error in the block is printed at once. Then the platform closes (it may still have
+    TensorBoard files to copy), and the process exits with the error's exit code. Hyperparameters
+    that cannot be trained are reported to the master, once, and every rank exits with code 0.
 
     Args:
-        core_context: an open core.Context to use, which stays open; else the platform opens one of
+        core_context: an open core.Context to use, which stays open; otherwise the platform opens
             its own.
-        script: errors that are not this package's are raised as they are.
+        script: errors that do not belong to this package are raised unchanged.
     """
     ending: BaseException | None = None
     cleanup = ExitStack()
@@ -103,7 +103,7 @@ def train_task(
     engine_factory: EngineFactory,
     core_context: Any = None,
 ) -> None:
-    """Collective. Train the trial whose class ``load`` gives once the ranks have joined."""
+    """Collective. Train the trial whose class ``load`` returns, once the ranks have joined."""
     state = RankState()
     with open_task(state, core_context) as platform:
         if (platform.experiment.get("profiling") or {}).get("enabled"):
@@ -112,7 +112,7 @@ def train_task(
 
 
 def finish_task(trained: Trained, platform: DeterminedPlatform) -> None:
-    """Collective. Print a trained trial's figures; those of its memory go to the master."""
+    """Collective. Print a trained trial's figures; its memory figures also go to the master."""
     if trained.watch is not None and (kept := trained.watch.summary()):
         platform.keep(kept)
     # A preempted trial continues later: its figures are partial.
@@ -137,12 +137,12 @@ class _HarnessContext:
 
 @dataclass(frozen=True)
 class _DeferredTrial:
-    """A trial that the harness has asked for; it is built once the ranks have joined."""
+    """A trial that the harness requested; it is built once the ranks have joined."""
 
     kind: type[ZeroTrial]
 
     def build(self, context: ZeroTrialContext) -> ZeroTrial:
-        trial = object.__new__(self.kind)  # past ZeroTrial.__new__, which defers
+        trial = object.__new__(self.kind)  # bypass ZeroTrial.__new__, which defers
         trial.__init__(context)  # type: ignore[misc]
         return trial
 
@@ -150,8 +150,8 @@ class _DeferredTrial:
 def install(train: _Train = lambda load, core: train_task(load, zero_trial.initialize, core)) -> None:
     """Make ZeroTrial a class that the harness accepts.
 
-    For the harness's own process only: there, a trial that is called with the harness's context is
-    deferred.
+    Use this only in the harness's own process: calling a trial with the harness's context is
+    deferred there.
     """
     legacy_trial, trial_controller = harness_bases()
 
@@ -177,9 +177,9 @@ def install(train: _Train = lambda load, core: train_task(load, zero_trial.initi
         return _DeferredTrial(kind) if isinstance(context, _HarnessContext) else object.__new__(kind)
 
     legacy_trial.register(ZeroTrial)  # type: ignore[attr-defined]
-    # The harness takes no arguments and has no registry: it reads the two classes off the user's
-    # class, which derives from ZeroTrial, and calls it. No other door leads into it, so the three
-    # names are set here, on ZeroTrial, and nowhere else.
+    # The harness takes no arguments and has no registry: it reads both classes from the user's
+    # class, which derives from ZeroTrial, and calls it. There is no other hook, so the three names
+    # are set here, on ZeroTrial, and nowhere else.
     for name, value in (
         ("trial_controller_class", Bridge),
         ("trial_context_class", _HarnessContext),

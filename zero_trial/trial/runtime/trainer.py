@@ -1,4 +1,4 @@
-"""``zero_trial.init()`` and ``Trainer``: a trial trained by the user's own script, on a laptop and
+"""``zero_trial.init()`` and ``Trainer``: train a trial from the user's own script, on a laptop or
 as a task of a cluster.
 
 with zero_trial.init(hparams={"lr": 0.1}) as context:
@@ -68,8 +68,8 @@ def init(
     run_dir: str | Path | None = None,
     seed: int | None = None,
 ) -> Iterator[ZeroTrialContext]:
-    """Join the ranks, seed all generators and yield the trial's context; leave at the end of the
-    block. Collective.
+    """Join the ranks, seed all generators, and yield the trial's context; close it at the end of
+    the block. Collective.
 
     On a cluster, the task provides the experiment config, the seed, and the hyperparameters unless
     they are passed.
@@ -83,8 +83,8 @@ def init(
             continued.
         seed: instead of the experiment's seed.
 
-    A zero_trial error that leaves the block ends the process with its message and exit code, which
-    a launcher understands: 75 for a run that was asked to stop and has saved. Hyperparameters that
+    A zero_trial error that leaves the block ends the process with its message and an exit code that
+    launchers understand: 75 for a run that was asked to stop and has saved. Hyperparameters that
     cannot be trained end every rank.
     """
     state = RankState()
@@ -135,7 +135,7 @@ def _open_folder(
 
 
 def _experiment(given: Mapping[str, Any] | str | Path | None) -> tuple[dict[str, Any], Mapping[str, Any], int]:
-    """Return the experiment as plain data, its hyperparameters and its seed."""
+    """Return the experiment as plain data, with its hyperparameters and seed."""
     if isinstance(given, (str, Path)):
         read = read_experiment(Path(given))
         return read.plain(), read.hyperparameters, read.experiment_seed or 0

@@ -59,10 +59,9 @@ def trial_ds_config(given: Given | None, platform: Platform) -> Document:
 
     Base: ``given``, else ``data.ds_config`` of the experiment, else the hyperparameter
     ``deepspeed_config`` (or ``ds_config``, if it names a file or preset). Merged over it: the
-    preset that the hyperparameter ``trainer`` names, then
-    ``hyperparameters.overwrite_deepspeed_args`` (not if ``given``) and
-    ``hyperparameters.ds_config``, if dicts. Relative paths start at the model's folder. Raises
-    ConfigError if there is no base.
+    preset of hyperparameter ``trainer``, then ``hyperparameters.overwrite_deepspeed_args`` (not if
+    ``given``) and ``hyperparameters.ds_config``, if dicts. Relative paths start at the model's
+    folder. Raises ConfigError if there is no base.
     """
     hparams = platform.hparams
     base = given if given is not None else named_ds_config(platform.experiment.get("data"), hparams)[1]

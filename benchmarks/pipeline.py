@@ -28,13 +28,13 @@ from zero_trial.pipeline.simulator import Costs, validate
 WORKER = Path(__file__).with_name("pipeline_worker.py")
 OURS = [f"ours-{name}" for name in ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v")]
 CONTENDERS = [*OURS, "torch-gpipe", "torch-1f1b", "torch-interleaved", "torch-zb_v", "deepspeed"]
-NOTE = """Layers wait (time.sleep) instead of computing, so that ranks which share cores do not stand in each other's way
-and the schedule is what is measured; "milliseconds" are a stage's forward, its input's gradient and its weights'.
-"Ideal" is the time of the schedule with its bubble if messages, the optimizer and Python cost nothing (of 1F1B for
-DeepSpeed). "Over ideal" is the measured step by that. "Over 1F1B's ideal" compares schedules: below 1 is faster than
-any 1F1B can be. The bubble measured is the part of the step in which a rank does not wait in a layer. Medians over
-interleaved rounds, each in fresh processes; of a step, the rank that took longest. Sleeping is never shorter than asked; how
-much longer it is on this machine is in the column "sleep", next to the load of the machine."""
+NOTE = """Layers sleep instead of computing, so that ranks that share cores do not slow each other down and only the schedule
+is measured; "milliseconds" are a stage's forward, its input gradient and its weight gradient. "Ideal" is the time of
+the schedule with its bubble if messages, the optimizer and Python cost nothing (for DeepSpeed: of 1F1B). "Over ideal"
+is the measured step divided by that. "Over 1F1B's ideal" compares schedules: a value below 1 is faster than any 1F1B.
+The measured bubble is the part of the step in which a rank does not sleep in a layer. Medians over interleaved rounds,
+each in fresh processes; each step counts with its slowest rank. A sleep is never shorter than requested; the column
+"sleep" shows how much longer it is on this machine, next to the machine's load."""
 COLUMNS: list[Column] = [
     ("pipeline", lambda row: row["name"]),
     ("stages", lambda row: str(row["ranks"])),

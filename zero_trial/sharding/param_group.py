@@ -180,13 +180,6 @@ class ParamGroup:
         self.offloaded = shard
         self.reshard()
 
-    def _first_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a buffer for first values. Those for a file use separate pages, which are returned
-        to the system: holes in malloc's heap are not, and could become as large as the model."""
-        if self.plan.home is Home.NVME and device.type == "cpu":
-            return transfer_buffer(numel * dtype.itemsize).view(dtype)
-        return torch.empty(numel, dtype=dtype, device=device)
-
     def _first_values(self, fill: Callable[[torch.Tensor], None], in_full: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return shard and master with their first values. ``in_full``: the shard is a part of
         ``full``, which gets all values if it always lives or if ``home`` is the full copy."""
@@ -194,7 +187,7 @@ class ParamGroup:
         # fp32 and fp64 parameters are their own masters; frozen ones need none.
         own_master = has_own_master(self.dtype) or not self.trainable
         shard = self.own if in_full else comm.buffer(layout.shard_numel, self.dtype, self.full.device)
-        master = shard if own_master else self._first_buffer(len(shard), torch.float32, shard.device)
+        master = shard if own_master else torch.empty_like(shard, dtype=torch.float32)
         fill(master)  # unrounded
         if master is not shard:
             shard.copy_(master)
